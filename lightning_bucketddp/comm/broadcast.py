@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ _CHUNK_BYTES = 32 * 1024 * 1024
 def broadcast_tensors(
     tensors: Sequence[Tensor],
     collectives: Collectives,
-    poll: Callable[[], None] | None = None,
     source: int = 0,
     hidden: bool = False,
 ) -> None:
@@ -28,7 +27,6 @@ def broadcast_tensors(
     Args:
         tensors: Tensors of any strided layout, dtype and device; the same on every rank.
         collectives: The group.
-        poll: As for :meth:`Work.wait`.
         source: The rank, in the group, that has the values.
         hidden: Whether to write past autograd's version counters. A graph that saved one of the tensors stays valid
             then, but the counter does not show the change.
@@ -37,7 +35,7 @@ def broadcast_tensors(
     for chunk in chunks(tensors):
         nbytes = sum(tensor.nbytes for tensor in chunk)
         staging = stage(chunk) if is_source else chunk[0].new_empty(nbytes, dtype=torch.uint8)
-        collectives.broadcast(staging, source).wait(poll)
+        collectives.broadcast(staging, source).wait()
         if not (is_source and hidden):  # version counters, by which backward raises, must be alike on all ranks
             write_back(staging, chunk, hidden)
 

@@ -266,20 +266,15 @@ class Collectives(Group):
         handle = dist.all_gather_single(gathered.view(-1), tensor.reshape(-1), group=self.group, async_op=True)
         return gathered, self._work(iter([Stage(handle)]), tensor)
 
-    def exchange_objects(self, mine: Any, poll: Callable[[], None] | None = None) -> list[Any]:
-        """Exchange objects, pickled, and return every rank's, by rank.
-
-        Args:
-            mine: This rank's.
-            poll: As for :meth:`Work.wait`. No effect where the backend sends nothing from the CPU.
-        """
+    def exchange_objects(self, mine: Any) -> list[Any]:
+        """Exchange objects, pickled, and return every rank's, by rank. Waits for them."""
         if self.world_size == 1:
             return [mine]
         packed = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8).to(self._sends_from)
         sizes, work = self.all_gather(torch.tensor([len(packed)], device=packed.device))
-        work.wait(poll)
+        work.wait()
         gathered, work = self.all_gather(wire.padded(packed, int(sizes.max())))
-        work.wait(poll)
+        work.wait()
         everyone = zip(gathered.cpu(), sizes.tolist(), strict=True)
         return [pickle.loads(values[:size].numpy().tobytes()) for values, (size,) in everyone]
 

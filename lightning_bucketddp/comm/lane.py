@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.devices import is_accelerator
-from lightning_bucketddp.comm.work import DirectWork, FutureHandle, Stage, Stages, Work, stay_awake, wait_for
+from lightning_bucketddp.comm.work import DirectWork, FutureHandle, Stage, Stages, Work, polling, stay_awake, wait_for
 
 
 class Lane(Protocol):
@@ -144,7 +144,7 @@ class _StreamWork(Work):
     def done(self) -> bool:
         return self._event is None
 
-    def wait(self, poll: Callable[[], None] | None = None) -> None:
+    def wait(self) -> None:
         if self._event is not None:
             # The current stream of the gradients' device waits: backward may end in another device's thread.
             self._event.wait(torch.accelerator.current_stream(self._device))
@@ -256,7 +256,8 @@ class _ThreadWork(Work):
             if self._state.error is not None:
                 raise self._state.error
             if self._stage is not None:
-                wait_for(self._stage.handle, self._state.raise_if_ended)
+                with polling(self._state.raise_if_ended):
+                    wait_for(self._stage.handle)
             self._stage = next(self._stages, None)
             if self._stage is not None:
                 return True
@@ -268,10 +269,10 @@ class _ThreadWork(Work):
     def done(self) -> bool:
         return self._finished.done() and self._error is None
 
-    def wait(self, poll: Callable[[], None] | None = None) -> None:
+    def wait(self) -> None:
         try:
             stay_awake(self._finished.done)
-            wait_for(FutureHandle(self._finished), poll)
+            wait_for(FutureHandle(self._finished))
             self._finished.wait()
             if self._error is not None:
                 raise self._error

@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -106,11 +107,8 @@ class Work:
         """Whether nothing is left to wait for, as far as the host knows without asking a device."""
         return True
 
-    def wait(self, poll: Callable[[], None] | None = None) -> None:
+    def wait(self) -> None:
         """Wait for all stages: on the host for CPU tensors; the current stream waits for those of accelerators.
-
-        Args:
-            poll: Called every :data:`POLL_SECONDS` while the host waits. An exception in it ends the wait.
 
         Raises:
             RuntimeError: From the backend, when a peer is gone or the time is up. Every wait raises it anew.
@@ -134,25 +132,49 @@ class DirectWork(Work):
         """Whether nothing is left to wait for, but perhaps arithmetic to do."""
         return self._stage is None or (self._on_host and self._stage.handle.is_completed())
 
-    def wait(self, poll: Callable[[], None] | None = None) -> None:
+    def wait(self) -> None:
         """Wait for each stage and start the next."""
         while self._stage is not None:
             try:
                 if self._on_host:
                     stay_awake(self._stage.handle.is_completed)
-                wait_for(self._stage.handle, poll if self._on_host else None)
+                    wait_for(self._stage.handle)
+                else:
+                    self._stage.handle.wait()
             except BaseException as error:
                 self._left_behind(str(error))
                 raise
             self._stage = next(self._stages, None)
 
 
-def wait_for(handle: Handle, poll: Callable[[], None] | None) -> None:
-    """Wait for a collective, and call ``poll`` every :data:`POLL_SECONDS` meanwhile if the host is what waits.
+class _Polls(threading.local):
+    poll: Callable[[], None] | None = None
+
+
+_polls = _Polls()
+
+
+@contextmanager
+def polling(poll: Callable[[], None]) -> Iterator[None]:
+    """Context in which this thread polls while it waits for collectives of the CPU.
+
+    Args:
+        poll: Called every :data:`POLL_SECONDS`. An exception in it ends the wait.
+    """
+    before, _polls.poll = _polls.poll, poll
+    try:
+        yield
+    finally:
+        _polls.poll = before
+
+
+def wait_for(handle: Handle) -> None:
+    """Wait on the host for a collective, and poll meanwhile, inside :func:`polling`.
 
     It waits with a timeout, after which gloo's collectives go on. The alternative is a callback of the collective's
     future. It takes the interpreter's lock in gloo's thread, which is slower than a small collective.
     """
+    poll = _polls.poll
     while poll is not None and not handle.is_completed():
         begin = time.monotonic()
         try:

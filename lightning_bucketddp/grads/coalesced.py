@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -46,15 +44,11 @@ class Coalesced(Storage):
         self._buckets.forget()
         self._buckets.lay_out(layout, [self._nothing] * len(layout.buckets))
 
-    def require_memory(self) -> None:
-        """Make the memory of buckets, if there is none."""
+    def take(self, bucket: Bucket) -> Taken:
+        """Look which gradients there are; they stay where they are."""
         if self._buffers is None:
             self._buffers = GradBuffers(self.layout)
             self._buckets.use([self._buffers.bucket_flat(bucket) for bucket in self.layout.buckets])
-
-    def take(self, bucket: Bucket) -> Taken:
-        """Look which gradients there are; they stay where they are."""
-        self.require_memory()
         taken = take_from(bucket)
         self._table.pending.difference_update(taken.absent)
         return taken
@@ -86,11 +80,6 @@ class Coalesced(Storage):
         """End a pass, and free its memory."""
         self._buffers = None
         self._buckets.use([self._nothing] * len(self._buckets.all))
-
-    def drop(self, launched: Sequence[Bucket], others: Sequence[Bucket]) -> None:
-        """Discard pending gradients."""
-        for slot in self._table.pending_slots():
-            self._table.params[slot].grad = None
 
     def zero(self) -> None:
         """Set all gradients to zero, in place."""

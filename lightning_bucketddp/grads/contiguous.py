@@ -197,18 +197,6 @@ class Contiguous(Storage):
         self._kept.clear()
         self._streams.forget()
 
-    def drop(self, launched: Sequence[Bucket], others: Sequence[Bucket]) -> None:
-        """Discard the pending gradients of a failed pass. Others keep their values, outside of buffers in use."""
-        params = self._table.params
-        for slot in self._table.pending_slots():
-            params[slot].grad = None
-        for slot, (kept, value) in self._kept.items():
-            params[slot].grad = kept if value is None else value
-        self._kept.clear()
-        for bucket in others:
-            for slot in self._held(bucket.slots):
-                params[slot].grad = self.views[slot].clone()
-
     def zero(self) -> None:
         """Set all gradients to zero, with one fill per buffer."""
         for flat in self.buffers.flats:

@@ -88,7 +88,7 @@ class Sharded(Storage):
         """Whether a slot's ``.grad`` is published, so that this rank holds its part."""
         return self._table.params[slot].grad is self._sharded[slot]
 
-    def require_memory(self) -> None:
+    def _require_memory(self) -> None:
         """Give whole buckets memory again, if they have none."""
         if self._whole_freed:
             self._inner.buffers.alloc_storage()
@@ -100,7 +100,7 @@ class Sharded(Storage):
         """Take published gradients out of ``.grad``: autograd must not add to them."""
         if self._accumulating is not None:
             return
-        self.require_memory()
+        self._require_memory()
         self._inner.open()
         self._accumulating = {slot for slot in range(len(self._sharded)) if self.is_sharded(slot)}
         for slot in self._accumulating:  # what local passes have added stays
@@ -178,19 +178,9 @@ class Sharded(Storage):
             self._bind(slot)
         self._accumulating = None
 
-    def drop(self, launched: Sequence[Bucket], others: Sequence[Bucket]) -> None:
-        """Discard the gradients of a failed pass, and those of earlier passes in its buckets."""
-        self._inner.drop(launched, others)
-        for bucket in (*launched, *others):
-            for slot in bucket.slots:
-                self._table.params[slot].grad = None
-                if self._accumulating is not None:
-                    self._accumulating.discard(slot)
-        self.abandon()
-
     def zero(self) -> None:
         """Set all gradients to zero, in the buffers."""
-        self.require_memory()
+        self._require_memory()
         self._inner.zero()
 
     def rename(self) -> None:
@@ -208,7 +198,7 @@ class Sharded(Storage):
 
         Slots with published gradients lie where they did.
         """
-        self.require_memory()
+        self._require_memory()
         if layout == self.layout:
             self._inner.lay_out(layout)
             return

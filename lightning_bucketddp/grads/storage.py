@@ -58,10 +58,6 @@ class Storage(Protocol):
         """Pack gradients before their bucket is launched, and bind their views: then no gradient exists twice."""
         return
 
-    def require_memory(self) -> None:
-        """Make the memory of buckets, if there is none."""
-        return
-
     def take(self, bucket: Bucket) -> Taken:
         """Take a bucket's gradients out of ``.grad``, until they are published."""
 
@@ -90,16 +86,6 @@ class Storage(Protocol):
     def abandon(self) -> None:
         """End a backward that raised and reduces nothing."""
         return
-
-    def drop(self, launched: Sequence[Bucket], others: Sequence[Bucket]) -> None:
-        """Discard the pending gradients of a failed pass.
-
-        Other gradients keep their values, outside of buffers whose reductions are under way or will be.
-
-        Args:
-            launched: The buckets of the pass whose reductions are under way.
-            others: Its other buckets, whose reductions will be started all the same.
-        """
 
     def zero(self) -> None:
         """Set all gradients to zero, in place."""

@@ -216,7 +216,7 @@ class Optimizers(Participant):
             mine = param.grad.own_part if isinstance(param.grad, ShardedGrad) else None
             what = f"the gradient of {found.spec.name!r}"
             with self._passes.peers.waiting_for(what):
-                holds_part = self._collectives.exchange_objects(mine is not None, self._passes.peers.poll)
+                holds_part = self._collectives.exchange_objects(mine is not None)
             if any(holds_part):  # ranks may differ
                 flat = self._params.gather(found.part.bucket, found.spec.dtype, [(found, mine)], what)
                 return found.whole_in_bucket(flat).clone()
@@ -311,7 +311,7 @@ class Optimizers(Participant):
         # Counted, so that a rank that alone saves is told so.
         with self._passes.peers.waiting_for("the entries of the optimizer's state", Phase.AGREEMENT):
             known = {index: entries for index, entries in mine.items() if entries}
-            return ChainMap(*self._collectives.exchange_objects(known, self._passes.peers.poll))
+            return ChainMap(*self._collectives.exchange_objects(known))
 
     # -- layout ----------------------------------------------------------------------------------------
 

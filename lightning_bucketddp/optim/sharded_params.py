@@ -89,7 +89,7 @@ class ShardedParams(Parts):
             if value is not None:
                 part.in_bucket(flat).copy_(part.run(value))
         with self._peers.waiting_for(what):
-            self._storage.groups.inside.all_gather_shards(flat).wait(self._peers.poll)
+            self._storage.groups.inside.all_gather_shards(flat).wait()
         return flat
 
     def add_norm(self, norm: Tensor, shards: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -104,7 +104,7 @@ class ShardedParams(Parts):
         device, mine = self._slots.all_params[0].device, nn.utils.get_total_norm(parts, norm_type)
         with self._peers.waiting_for("the norm of the gradients"):
             norms, work = self._storage.groups.inside.all_gather(mine.to(device, norm.dtype))
-            work.wait(self._peers.poll)
+            work.wait()
         return torch.linalg.vector_norm(torch.stack([*norms, norm.to(device)]), norm_type)
 
     # -- steps ---------------------------------------------------------------------------------------
@@ -126,9 +126,7 @@ class ShardedParams(Parts):
     def half_updated(self) -> None:
         """Give up: a step raised after it had changed some parts, which the other ranks will not get."""
         number = self._peers.position.pass_number
-        cause = f"raised in optimizer.step() before pass {number}, with some parameters updated"
-        if self._peers.world_size > 1 and not self._peers.give_up_reason:
-            self._peers.give_up(f"rank {self._peers.rank} {cause}; restart from a checkpoint", cause)
+        self._peers.fail(f"raised in optimizer.step() before pass {number}, with some parameters updated")
 
     def updated(self, params: Sequence[Tensor]) -> None:
         """Send the new values of parameters. All ranks must call this alike."""
@@ -167,7 +165,7 @@ class ShardedParams(Parts):
         names = [self._slots.specs[slot].name for slot in self._storage.layout.buckets[index].slots]
         what = f"the parameters {names[0]!r} to {names[-1]!r}"
         with self._peers.waiting_for(what, Phase.UPDATE):
-            work.wait(self._peers.poll)
+            work.wait()
         device = self._buffers.flats[index].device
         if not is_accelerator(device):  # the host has waited, and with it everybody
             return None
@@ -208,7 +206,7 @@ class ShardedParams(Parts):
     def release(self) -> None:
         """Wait for parameters that are on their way, and give all memory of their own."""
         try:
-            if not self._peers.give_up_reason:
+            if self._peers.failure is None:
                 self.wait()
         except Exception as error:  # ranks have failed, which other errors tell
             _log.warning("rank %d: parameters of the last step could not be gathered: %s", self._peers.rank, error)

@@ -8,7 +8,7 @@ well it asks the store nothing.
 Keys of the store. Every group has a namespace, ``lightning_bucketddp/<group>/<n-th listener>``::
 
     wake/<rank>                  look at the news! The rank's listener waits for this key alone, and deletes it
-    news                         what all ranks are to know: failures, the last report, a roll call
+    news                         what all ranks are to know: a failure, the last report, a roll call
     status/<rank>                the number of the news that the rank has read; its records
     reporting/<wait>/<seconds>   how many ranks have wanted to report a wait after so long; the first does
     <wrapper>/<topic>/<rank>     a rank's answer on a topic; everyone reads everyone's
@@ -37,7 +37,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # d
 from lightning_bucketddp.comm.groups import Group, abort
 from lightning_bucketddp.layout.options import DEFAULT_REPORT_AFTER
 from lightning_bucketddp.peers.agreement import PeerFailureError
-from lightning_bucketddp.peers.diagnose import LOOK_FOR_BATCHES, Failure, diagnose, silent
+from lightning_bucketddp.peers.diagnose import ALL_RUNS, LOOK_FOR_BATCHES, Failure, diagnose, silent
 from lightning_bucketddp.peers.records import encode
 from lightning_bucketddp.peers.roll_call import RollCall
 from lightning_bucketddp.peers.status import Status
@@ -106,7 +106,7 @@ def tell_end_of_rank(rank: int, how: str) -> bool:
     world = dist.group.WORLD
     listener = _listeners.get(world) if world is not None else None
     if listener is not None and listener.failure is None:
-        listener.publish(Failure(f"rank {rank} {how}"))
+        listener.publish(Failure(f"rank {rank} {how}", run=ALL_RUNS))
         with suppress(RuntimeError):  # the store is gone
             nobody_waits_for = [Status(rank, ended=True)]
             listener.store.set(f"status/{rank}", encode((0, nobody_waits_for)))
@@ -127,24 +127,28 @@ def _tell_of_uncaught_exceptions() -> None:
             tell_failure(error)
         before(kind, error, traceback)
         for listener in _own_listeners():
-            listener.abort()
+            listener.end_all_runs()
 
     sys.excepthook = tell
 
 
 @dataclass(eq=False)
-class _Fit:
-    """What is known of one fit. The thread may still be at the last one when the next begins.
+class _Run:
+    """What a failure ends: a Trainer's ``fit``; outside of it, what is done from one wrapper to the next.
+
+    The listener's thread may still be at the last run when the next one begins.
 
     Attributes:
-        number: Its number.
+        number: Its number, from 1.
+        is_fit: Whether it is a Trainer's.
         is_stopping: Whether this rank is on its way out, and may take its time: to save a checkpoint, say.
-        heard: Set when the thread has heard of a failure.
+        heard: Set when the listener's thread has heard of a failure.
         leaving: Set when the thread that trains needs nobody to wake it any more.
         reason_logged: Whether the reason was logged.
     """
 
     number: int = 0
+    is_fit: bool = False
     is_stopping: Callable[[], bool] = lambda: False
     heard: threading.Event = field(default_factory=threading.Event)
     leaving: threading.Event = field(default_factory=threading.Event)
@@ -172,7 +176,7 @@ class AbortListener:
         _made[name] += 1
         self.roll_call = RollCall(self.store, group.rank, group.world_size, report_after)
         self._store_lost = False
-        self._fit = _Fit()
+        self._run = _Run()
         self._closed = threading.Event()
         if group.world_size == 1:
             self._closed.set()
@@ -197,31 +201,49 @@ class AbortListener:
         return type(None), ()  # a copy of a strategy listens for nobody
 
     @property
-    def failure(self) -> Failure | None:
-        """The first failure that ends all ranks, as far as is known here."""
-        return self._failure_of(self._fit)
+    def run(self) -> int:
+        """The number of the present run."""
+        return self._run.number
 
-    def _failure_of(self, fit: _Fit) -> Failure | None:
-        failures = self.roll_call.news.failures
-        return failures.get(f"fit {fit.number}") or failures.get("every fit")
+    @property
+    def failure(self) -> Failure | None:
+        """The failure that has ended the present run, as far as is known here; None if there is none."""
+        return self.failure_since(self.run)
+
+    def failure_since(self, run: int) -> Failure | None:
+        """The failure that has ended a run, as far as is known here; None if there is none."""
+        failure = self.roll_call.failure
+        return failure if failure.run >= run and failure.text else None
 
     def is_own(self) -> bool:
         """Whether this process made it; False in a child that was forked."""
         return os.getpid() == self._pid
 
-    def begin(self, is_stopping: Callable[[], bool]) -> None:
+    def begin_fit(self, is_stopping: Callable[[], bool]) -> None:
         """A fit begins, on all ranks: earlier failures have been handled.
 
         Args:
             is_stopping: Whether this rank is on its way out, and may take its time: to save a checkpoint, say.
         """
-        before, self._fit = self._fit, _Fit(self._fit.number + 1, is_stopping)
+        self._begin(_Run(self.run + 1, True, is_stopping))
+
+    def end_fit(self) -> None:
+        """The fit ends on this rank."""
+        self._run.is_stopping, self._run.is_fit = lambda: False, False
+        self.leave()
+
+    def begin_run(self) -> None:
+        """A wrapper is made, on all ranks: outside of a fit, earlier failures have been handled."""
+        if not self._run.is_fit:
+            self._begin(_Run(self.run + 1))
+
+    def _begin(self, run: _Run) -> None:
+        before, self._run = self._run, run
         before.leaving.set()
 
-    def end(self) -> None:
-        """The fit ends on this rank, or the thread that trains raises because of the failure."""
-        self._fit.is_stopping = lambda: False
-        self._fit.leaving.set()
+    def leave(self) -> None:
+        """The thread that trains needs nobody to wake it any more."""
+        self._run.leaving.set()
 
     # -- telling -------------------------------------------------------------------------------------
 
@@ -233,16 +255,22 @@ class AbortListener:
         """
         if self._store_lost:
             failure = Failure(self._lost())
-        return self.roll_call.publish("every fit" if failure.every_fit else f"fit {self._fit.number}", failure)
+        return self.roll_call.publish(replace(failure, run=failure.run or self.run))
+
+    def end_all_runs(self) -> None:
+        """This process ends after a failure, if there is one: no later run can do without it."""
+        if (failure := self.failure) is not None:
+            self.publish(replace(failure, run=ALL_RUNS))
+            self.abort()
 
     def failed(self, error: BaseException) -> None:
         """Tell the others that this rank stops; see :func:`tell_failure`."""
-        self._fit.leaving.set()
+        self.leave()
         if self._closed.is_set():
             return
         first = False
         if isinstance(error, PeerFailureError) and not self._store_lost:
-            self._fit.heard.wait(1)  # the rank that failed says it best, in a moment
+            self._run.heard.wait(1)  # the rank that failed says it best, in a moment
         own = f"raised {type(error).__name__}: {error}"
         if self.failure is None:
             # An error of torch's may be due to a rank that is gone.
@@ -251,13 +279,13 @@ class AbortListener:
             _add_note(error, f"rank {self.roll_call.rank}: {gone}" if gone else "")
             _add_note(error, self.roll_call.report if from_torch else "")
             first = self.publish(Failure(f"rank {self.roll_call.rank} {own}" + (f"; {gone}" if gone else "")))
-        assert self.failure is not None
-        if own not in self.failure.text:  # if all ranks raise the same error, it says enough
-            self._log_reason(self._fit, self.failure)
-            _add_note(error, self._reason(self.failure))
+        failure = self.roll_call.failure
+        if own not in failure.text:  # if all ranks raise the same error, it says enough
+            self._log_reason(self._run, failure)
+            _add_note(error, self._reason(failure))
         if first or self.roll_call.rank == 0:  # the launcher may now end the others, and rank 0 the store
             with suppress(RuntimeError):
-                self.roll_call.wait_until(lambda status: status.heard_of >= self._fit.number or status.ended)
+                self.roll_call.wait_until(lambda status: status.heard_of >= self.run or status.ended)
 
     def ask_why(self, wrapper: int) -> str:
         """Call the roll. Return why ranks wait in vain, in words; empty if they do not.
@@ -283,8 +311,8 @@ class AbortListener:
             threading.Thread(target=self.close, daemon=True).start()  # that listener must go on to listen
             return
         self._closed.set()
-        self._fit.leaving.set()
-        if not self._store_lost and not self._fit.heard.is_set():  # else the store may be gone, and torch prints that
+        self.leave()
+        if not self._store_lost and not self._run.heard.is_set():  # else the store may be gone, and torch prints that
             with suppress(RuntimeError):
                 self._tell_end()
         self._thread.join(timeout=5)
@@ -310,11 +338,11 @@ class AbortListener:
                     self.roll_call.end(store)
                     return
                 self.roll_call.write(store)
-                fit = self._fit
-                failure = self._failure_of(fit)
-                if failure is not None and not fit.heard.is_set():
-                    fit.heard.set()
-                    self._end_training(store, fit, failure)
+                run = self._run
+                failure = self.failure_since(run.number)
+                if failure is not None and not run.heard.is_set():
+                    run.heard.set()
+                    self._end_training(store, run, failure)
         except RuntimeError:
             self._store_lost = not self._closed.is_set()
 
@@ -322,7 +350,7 @@ class AbortListener:
         """Wait until something wakes this rank; False if it need not listen any more."""
         if self._closed.is_set():
             return False  # the key that said so may be deleted
-        if _serves(store) and not self._fit.heard.is_set():
+        if _serves(store) and not self._run.heard.is_set():
             store.wait([key], _WAIT)
             return not self._closed.is_set()
         # A wait for a file reads it a hundred times a second. And after a failure this rank may end at any time.
@@ -331,34 +359,34 @@ class AbortListener:
                 return True
         return False
 
-    def _end_training(self, store: Store, fit: _Fit, failure: Failure) -> None:
+    def _end_training(self, store: Store, run: _Run, failure: Failure) -> None:
         """Make the thread that trains leave: wake it after a second, end the process if it stands still for thirty."""
-        if not fit.leaving.wait(_OWN_ERROR_SECONDS):  # else that thread logs it, unless it raises the same
-            self._log_reason(fit, failure)
-        self.roll_call.statuses[0].heard_of = fit.number
+        if not run.leaving.wait(_OWN_ERROR_SECONDS):  # else that thread logs it, unless it raises the same
+            self._log_reason(run, failure)
+        self.roll_call.statuses[0].heard_of = run.number
         self.roll_call.write(store)
-        if not fit.leaving.wait(_ABORT_SECONDS) and not fit.is_stopping():
+        if not run.leaving.wait(_ABORT_SECONDS) and not run.is_stopping():
             self.abort()
         where = self.roll_call.stack()
-        while not fit.leaving.wait(LEAVE_SECONDS):
+        while not run.leaving.wait(LEAVE_SECONDS):
             before, where = where, self.roll_call.stack()
-            if where == before and not fit.is_stopping():
+            if where == before and not run.is_stopping():
                 self._end_process(failure)
 
     def abort(self) -> None:
         """Wake every rank that waits in the group, here and elsewhere, after a failure."""
-        group = self._group()
-        if group is not None and self.failure is not None:
-            Group(group).leave_behind(self.failure.text)
+        group, failure = self._group(), self.failure
+        if group is not None and failure is not None:
+            Group(group).leave_behind(failure.text)
             abort(group)
 
     def _reason(self, failure: Failure) -> str:
         return f"rank {self.roll_call.rank} stops because {failure.text}"
 
-    def _log_reason(self, fit: _Fit, failure: Failure) -> None:
+    def _log_reason(self, run: _Run, failure: Failure) -> None:
         """Log the reason once, and now: a launcher may end this process before its traceback is printed."""
-        if not fit.reason_logged:
-            fit.reason_logged = True
+        if not run.reason_logged:
+            run.reason_logged = True
             _log.error(self._reason(failure))
 
     def _end_process(self, failure: Failure) -> None:

@@ -2,7 +2,7 @@
 
 Its elements are small integers, so that their sums are exact in fp32 for 4,096 ranks::
 
-    0            how many ranks failed in this pass, and a multiple of how many others are to end
+    0            how many ranks are to end
     1            how many ranks have joined, and a multiple of how many others ask to drop the pass
     2 ... 5      tokens that the gradients were summed over, in limbs of 12 bits
     6 ... 29     three numbers of 24 bits: a fingerprint of the rank's view of the pass, how many steps it has begun,
@@ -21,7 +21,7 @@ import ctypes
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.devices import is_accelerator
 from lightning_bucketddp.comm.host_copy import HostCopy
 from lightning_bucketddp.comm.work import Work
-from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchError
+from lightning_bucketddp.peers.agreement import RankMismatchError
 from lightning_bucketddp.peers.end_signals import end_signals
 from lightning_bucketddp.peers.peers import Peers
 
@@ -46,9 +46,9 @@ _C_TYPES: dict[torch.dtype, Any] = {
     torch.int64: ctypes.c_int64,
 }
 _MANY = {torch.float32: MAX_RANKS_IN_FP32 + 1, torch.float64: 2**32, torch.int64: 2**32}
-"""The multiple of a second count in elements 0 and 1: more than all ranks add to the first, few enough for exact sums.
+"""The multiple of the second count in element 1: more than all ranks add to the first, few enough for exact sums.
 
-No rank adds to both counts of an element.
+No rank adds to both counts.
 """
 
 _TOKENS = slice(2, 6)
@@ -70,10 +70,9 @@ class Report:
         forwards: How many training forwards this rank has run.
         tokens: How many tokens this rank's gradients were summed over, as far as the host knows; below 2 ** 48.
         tokens_on_device: Further tokens, as an int64 tensor of no dimension.
-        failed: Whether backward raised on this rank.
         joined: Whether this rank has joined.
         drop: Whether this rank asks all ranks to drop the pass. Not told by a rank that has joined.
-        to_end: Whether a signal has asked this rank to end. Not told in a pass that failed here.
+        to_end: Whether a signal has asked this rank to end.
     """
 
     fingerprint: int
@@ -81,7 +80,6 @@ class Report:
     forwards: int = 0
     tokens: int = 0
     tokens_on_device: Tensor | None = None
-    failed: bool = False
     joined: bool = False
     drop: bool = False
     to_end: bool = False
@@ -95,9 +93,8 @@ def write(vector: Tensor, report: Report, used: Collection[int]) -> None:
         report: This rank's report.
         used: The slots to which this rank contributes.
     """
-    first = 1 if report.failed else report.to_end * _MANY[vector.dtype]
     second = 1 if report.joined else report.drop * _MANY[vector.dtype]
-    header = [first, second, *_limbs(report.tokens, _TOKEN_BITS)]
+    header = [int(report.to_end), second, *_limbs(report.tokens, _TOKEN_BITS)]
     for number in (report.fingerprint, report.steps, report.forwards):
         for limb in _limbs(number, _LIMB_BITS):
             header += [limb, limb * limb]
@@ -138,7 +135,6 @@ class Control:
         world_size: How many ranks took part.
 
     Attributes:
-        failed_ranks: On how many ranks backward raised.
         joined_ranks: How many ranks have joined.
         dropping_ranks: How many ranks ask to drop the pass.
         ranks_to_end: How many ranks a signal has asked to end.
@@ -149,7 +145,7 @@ class Control:
 
     def __init__(self, summed: Tensor, world_size: int) -> None:
         header = [*map(int, _header_of(summed))]
-        self.ranks_to_end, self.failed_ranks = divmod(header[0], _MANY[summed.dtype])
+        self.ranks_to_end = header[0]
         self.dropping_ranks, self.joined_ranks = divmod(header[1], _MANY[summed.dtype])
         pairs = header[_TOKENS.stop :]
         same = [world_size * squares == total * total for total, squares in zip(pairs[::2], pairs[1::2], strict=True)]
@@ -179,13 +175,9 @@ class ControlExchange:
         self._world_size, self._work = world_size, work or Work()
         self._copy: HostCopy | None = None
 
-    def wait(self, poll: Callable[[], None]) -> None:
-        """Wait for the sum as :meth:`Work.wait` does, and start its copy to the host.
-
-        Args:
-            poll: As for :meth:`Work.wait`.
-        """
-        self._work.wait(poll)
+    def wait(self) -> None:
+        """Wait for the sum as :meth:`Work.wait` does, and start its copy to the host."""
+        self._work.wait()
         self._copy = HostCopy(self._vector)
         # The vector may lie in the memory of a bucket, which is not to be kept.
         self._vector = self._vector.clone() if self._copy.waits else self._copy.read()
@@ -226,11 +218,11 @@ class ControlChannel:
         self._unread: deque[ControlExchange] = deque()
         self._warned_of_forwards = False
 
-    def report(self, trainable: Sequence[bool], failed: bool, joined: bool) -> Report:
+    def report(self, trainable: Sequence[bool], joined: bool) -> Report:
         """This rank's report on a pass, before participants add to it."""
         peers, at = self._peers, self._peers.position
         seen = fingerprint(peers.number, at.pass_number, zlib.crc32(bytes(trainable)), at.updates[1])
-        return Report(seen, at.step, at.forward, failed=failed, joined=joined, to_end=end_signals.received > 0)
+        return Report(seen, at.step, at.forward, joined=joined, to_end=end_signals.received > 0)
 
     def send(self, report: Report, slots: int, used: Collection[int]) -> ControlExchange:
         """Send the control vector in a collective of its own.
@@ -253,35 +245,31 @@ class ControlChannel:
         return ControlExchange(vector, self._collectives.world_size)
 
     def read(self, exchange: ControlExchange, needed: bool) -> Control | None:
-        """Require that the pass went well on every rank, now if that is needed or costs nothing; else later.
+        """Require that all ranks met in the same pass, now if that is needed or costs nothing; else later.
 
         Raises:
-            PeerFailureError: If backward raised on some rank.
+            PeerFailureError: If a rank failed, and what came from the device may be any values.
             RankMismatchError: If ranks met from different places of the program.
         """
         self.last.append(exchange)
         if needed or exchange.arrived():
             control = exchange.read()
             if is_accelerator(self._device):
-                self._peers.raise_if_failed()  # an abort ends what a device waits for, and leaves any values
-            return self.require_success(control)
+                self._peers.require_usable()  # an abort ends what a device waits for, and leaves any values
+            return self.require_same_pass(control)
         self._unread.append(exchange)
         self._peers.here.on_device = self._not_ended
         return None
 
-    def require_success(self, control: Control) -> Control:
-        """Require that a pass went well on every rank, and was the same pass.
+    def require_same_pass(self, control: Control) -> Control:
+        """Require that all ranks met in the same pass.
 
         Raises:
-            PeerFailureError: If backward raised on some rank.
             RankMismatchError: If ranks met from different places of the program.
         """
         peers, at = self._peers, self._peers.position
         here, number = f"rank {peers.rank}: ranks", at.pass_number
-        with peers.giving_up_on_errors():
-            if control.failed_ranks:
-                cause = peers.failure() or f"{control.failed_ranks} rank(s) raised in backward"
-                raise PeerFailureError(peers.cannot_complete(cause))
+        with peers.failing():
             if not control.agreed:
                 raise RankMismatchError(
                     f"{here} met in pass {number}, but in passes of different models, or with different trainable "
@@ -324,8 +312,7 @@ class ControlChannel:
         """Look at the control vectors of earlier passes, without waiting for the device.
 
         Raises:
-            PeerFailureError: As for :meth:`require_success`.
-            RankMismatchError: As for :meth:`require_success`.
+            RankMismatchError: As for :meth:`require_same_pass`.
         """
         while self._unread and self._unread[0].arrived():
-            self.require_success(self._unread.popleft().read())
+            self.require_same_pass(self._unread.popleft().read())

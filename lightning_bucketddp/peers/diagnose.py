@@ -42,23 +42,23 @@ _INNER = ("/torch/", "/lightning_bucketddp/", "/strategies/", "/core/module.py",
 """Files through which the Trainer's collectives are called."""
 
 
+ALL_RUNS = 2**31
+"""The run of a failure that ends all runs, later ones too."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why ranks cannot go on.
 
     Attributes:
-        text: A sentence without its full stop. It begins with a rank.
+        text: A sentence without its full stop. It begins with a rank, as a rule. Empty if there is no failure.
         mismatch: True if the ranks are at different points of the program; False if one of them failed.
-        every_fit: True if ranks are in different wrappers or fits. It ends them all, and later fits.
-        for_good: False if backward raised in a pass: training goes on if it has raised on every rank.
-        pass_number: That pass.
+        run: The run that it ends, and with it all earlier ones; 0 for the present one.
     """
 
-    text: str
+    text: str = ""
     mismatch: bool = False
-    every_fit: bool = False
-    for_good: bool = True
-    pass_number: int = -1
+    run: int = 0
 
 
 def diagnose(statuses: Sequence[Status]) -> Failure | None:
@@ -82,7 +82,8 @@ def diagnose(statuses: Sequence[Status]) -> Failure | None:
             if Phase.COLLECTIVE in (waiting.phase, other.phase) and not (all_wait and find is _elsewhere):
                 continue
             if text := find(waiting, other):
-                return Failure(text, mismatch=find is not _ended, every_fit=find is _in_another_wrapper)
+                run = ALL_RUNS if find is _in_another_wrapper else 0
+                return Failure(text, mismatch=find is not _ended, run=run)
     return None
 
 

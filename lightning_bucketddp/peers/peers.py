@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import NoReturn
 
 from lightning_bucketddp.comm.groups import Group
 from lightning_bucketddp.comm.hooks import CommHookError
-from lightning_bucketddp.comm.work import POLL_SECONDS
+from lightning_bucketddp.comm.work import POLL_SECONDS, polling
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT
 from lightning_bucketddp.peers.abort_listener import STORE_SECONDS, listen
 from lightning_bucketddp.peers.agreement import Entry, PeerFailureError, RankMismatchError, first_difference
@@ -37,7 +38,7 @@ class Peers:
         number: Which of the group's wrappers this is; the same on every rank.
         rank: This rank.
         world_size: Number of ranks.
-        give_up_reason: Why this rank has given up: what every later use raises. Empty if it has not.
+        run: The run in which it was made. A failure of this run, or of a later one, is for good.
         here: Where this rank is.
         position: How far it has come.
     """
@@ -49,7 +50,8 @@ class Peers:
         self.here = Status(self.rank)
         self.position = self.here.position
         self.number = self._roll_call.enter(self.here)
-        self.give_up_reason = ""
+        self._listener.begin_run()
+        self.run = self._listener.run
         self._polls = 0  # since this wait began
         self._timeout = (timeout or DEFAULT_TIMEOUT).total_seconds()
         self._store = self._listener.store.limited(self._timeout + STORE_SECONDS)  # a wait for others is no longer
@@ -139,41 +141,43 @@ class Peers:
 
     @contextmanager
     def waiting_for(self, what: str | Callable[[], str], phase: Phase = Phase.RUNS) -> Iterator[None]:
-        """Context around a wait for a collective. An error in it names the awaited thing, and this rank gives up.
+        """Context around a wait for a collective. An error in it names the awaited thing, and is for good.
 
         Args:
             what: What is waited for, in words.
             phase: What kind of thing it is.
         """
         self._polls = 0
-        with self.here.waiting(what, phase):
+        with self.here.waiting(what, phase), polling(self.poll):
             try:
-                with self.giving_up_on_errors():
-                    yield
-            except (PeerFailureError, RankMismatchError, CommHookError):
+                yield
+            except (PeerFailureError, RankMismatchError, CommHookError) as error:
+                self.failed_by(error)
                 raise
             except RuntimeError as error:
                 if str(error).startswith("DataLoader worker"):  # torch raises it in a signal handler, wherever that is
                     raise
-                self._give_up_after(what if isinstance(what, str) else what(), error)
+                self._fail_after(what if isinstance(what, str) else what(), error)
 
     def poll(self) -> None:
-        """Look whether this rank waits in vain. Call it every half second while the rank waits.
+        """Look whether this rank waits in vain, every half second while it waits.
 
         The listener brings all news, and the thread that watches looks for mistakes: the store is not asked.
 
         Raises:
-            PeerFailureError: If another rank failed in this pass, or for good, or has ended training; or if this rank
-                is to end, and another one does not come.
+            PeerFailureError: If another rank failed, or has ended training; or if this rank is to end, and another one
+                does not come.
             RankMismatchError: If ranks are at different points of the program.
         """
-        self.raise_if_failed()
+        self.require_usable()
         self._polls += 1
         if end_signals.impatient(waited := self._polls * POLL_SECONDS):
             answers = self._roll_call.ask(self.number)
             away = [answer.rank for answer in answers if not (answer.heard and answer.waiting_for)]
-            cause = f"a signal asks all ranks to end, and rank(s) {away} did not come in {waited:.0f} s"
-            raise PeerFailureError(self.cannot_complete(cause))
+            self._listener.publish(
+                Failure(f"a signal asks all ranks to end, and rank(s) {away} did not come in {waited:.0f} s")
+            )
+            self.require_usable()
 
     @contextmanager
     def trainers_collective(self, what: str) -> Iterator[None]:
@@ -190,8 +194,8 @@ class Peers:
             try:
                 yield
             except RuntimeError:
-                self._look()
-                self.raise_if_failed()
+                self.look()
+                self.require_usable()
                 raise
 
     def steps(self) -> str:
@@ -205,104 +209,76 @@ class Peers:
 
     # -- failures ------------------------------------------------------------------------------------
 
+    @property
+    def failure(self) -> Failure | None:
+        """Why the ranks cannot go on together, as far as is known here; None if they can. Asks nobody."""
+        return self._listener.failure_since(self.run)
+
     def require_usable(self) -> None:
         """Require that the ranks can go on together, as far as is known here. Asks nobody.
 
         Raises:
-            PeerFailureError: If this rank has given up, or another one failed for good.
+            PeerFailureError: If a rank failed, this one or another.
             RankMismatchError: If ranks were found at different points of the program.
         """
-        if self.give_up_reason:
-            raise PeerFailureError(self.give_up_reason)
-        if self._listener.failure is not None:
-            self.raise_if_failed()
-
-    def raise_if_failed(self) -> None:
-        """Give up and raise if another rank failed in this pass, or for good, as far as is known here.
-
-        Raises:
-            PeerFailureError: If a rank failed.
-            RankMismatchError: If ranks were found at different points of the program.
-        """
-        failure = self._known_failure()
-        if failure is None:
+        if (failure := self.failure) is None:
             return
-        if self._listener.failure is not None:
-            self._listener.end()  # nobody needs to wake this thread
-        with self.giving_up_on_errors():
-            if failure.mismatch:
-                raise RankMismatchError(f"rank {self.rank}: {failure.text}")
-            raise PeerFailureError(self.cannot_complete(failure.text))
+        self._listener.leave()
+        if failure.mismatch:
+            raise RankMismatchError(f"rank {self.rank}: {failure.text}")
+        raise PeerFailureError(
+            f"rank {self.rank}: pass {self.position.pass_number} cannot be completed: {failure.text}. Gradients of the "
+            "ranks are no longer the same; restart from a checkpoint"
+        )
 
-    def failure(self) -> str:
-        """Why this pass cannot be completed, in words; empty if no rank has failed in it. Asks the store."""
-        self._look()
-        failure = self._known_failure()
-        return "" if failure is None else failure.text
-
-    def _look(self) -> None:
-        with suppress(RuntimeError):  # the store goes with the rank that serves it
+    def look(self) -> None:
+        """Read the news in the store, unless it is gone: it goes with the rank that serves it."""
+        with suppress(RuntimeError):
             self._roll_call.look(self._listener.store)
 
-    def _known_failure(self) -> Failure | None:
-        failure = self._listener.failure or self._roll_call.news.failures.get(f"wrapper {self.number}")
-        if failure is None or failure.for_good or failure.pass_number == self.position.pass_number:
-            return failure
-        return None
+    def fail(self, cause: str) -> None:
+        """Say that this rank failed: for good, and to all ranks. What they heard of first stays.
 
-    def publish_failure(self, cause: str, for_good: bool = True) -> None:
-        """Tell the others that this rank failed. Ranks that wait for it, or will, raise. The first cause stays.
+        A rank without others goes on.
 
         Args:
             cause: What happened, as the end of a sentence that begins with the rank.
-            for_good: Whether this rank cannot go on in any case. Otherwise backward raised in this pass, and training
-                goes on if it has raised on every rank.
         """
-        failure = Failure(f"rank {self.rank} {cause}", for_good=for_good, pass_number=self.position.pass_number)
-        self._roll_call.publish(f"wrapper {self.number}", failure)
+        if self.world_size > 1:
+            self._listener.leave()
+            self._listener.publish(Failure(f"rank {self.rank} {cause}"))
 
-    def give_up(self, reason: str, cause: str | None = None) -> None:
-        """Give up for good.
+    def failed_by(self, error: BaseException) -> None:
+        """Say that this rank failed, because of an error that is about to be raised.
 
         Args:
-            reason: What every later use raises.
-            cause: What happened, for ranks that would otherwise wait for this one in a later pass; as the end of a
-                sentence that begins with the rank. None if they find it too.
+            error: The error. The other ranks find a PeerFailureError and a RankMismatchError by themselves.
         """
-        self.give_up_reason = self.give_up_reason or reason
-        if cause is not None:
-            self.publish_failure(cause)
+        if isinstance(error, PeerFailureError | RankMismatchError):
+            text = str(error).removeprefix(f"rank {self.rank}: ")
+            self._roll_call.know(Failure(text, isinstance(error, RankMismatchError), self.run))
+        else:
+            self.fail(f"raised {type(error).__name__}: {error}")
 
-    def giving_up_on_errors(self) -> GivingUp:
-        """A context that gives up on errors after which the ranks are no longer in step."""
-        return GivingUp(self)
+    def failing(self) -> Failing:
+        """A context in which an error leaves the ranks out of step."""
+        return Failing(self)
 
-    def cannot_complete(self, cause: str) -> str:
-        """The message for a pass that cannot be completed.
-
-        Args:
-            cause: Why, as a sentence without its full stop.
-        """
-        return (
-            f"rank {self.rank}: pass {self.position.pass_number} cannot be completed: {cause}. Gradients of the ranks "
-            "are no longer the same; restart from a checkpoint"
-        )
-
-    def _give_up_after(self, awaited: str, error: RuntimeError) -> None:
-        """Give up after a collective raised, and say which rank caused it, if that can be found out."""
-        self._look()
-        self.raise_if_failed()
+    def _fail_after(self, awaited: str, error: RuntimeError) -> NoReturn:
+        """Fail after a collective raised, and say which rank caused it, if that can be found out."""
+        self.look()
+        self.require_usable()
         told = self._listener.ask_why(self.number)
-        cause = self.failure() or told or "another rank ended or did not get here in time; its output tells why"
+        self.look()
+        known = "" if self.failure is None else self.failure.text
+        cause = known or told or "another rank ended or did not get here in time; its output tells why"
+        self.fail(f"failed while it waited for {awaited}: {error}; {cause}")
         text = f"rank {self.rank}: waiting for {awaited} failed in pass {self.position.pass_number}: {cause} ({error})"
-        self.give_up(
-            f"{text}\n{self._roll_call.report}".rstrip(), f"failed while it waited for {awaited}: {error}; {cause}"
-        )
-        raise PeerFailureError(self.give_up_reason) from error
+        raise PeerFailureError(f"{text}\n{self._roll_call.report}".rstrip()) from error
 
 
-class GivingUp:
-    """Gives up after errors that leave ranks out of step. A class: contexts made of generators take far longer."""
+class Failing:
+    """See :meth:`Peers.failing`. A class: contexts made of generators take far longer."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -311,9 +287,5 @@ class GivingUp:
         return
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        peers = self._peers
-        if isinstance(error, PeerFailureError | RankMismatchError):  # the other ranks find it too
-            peers.give_up(str(error))
-        elif isinstance(error, CommHookError):  # nobody knows which collectives the hook has started
-            cause = f"cannot go on in pass {peers.position.pass_number}: {error}"
-            peers.give_up(f"rank {peers.rank}: {error}", cause)
+        if isinstance(error, Exception):
+            self._peers.failed_by(error)

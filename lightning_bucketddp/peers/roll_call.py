@@ -36,14 +36,14 @@ class News:
     Attributes:
         number: How many changes there were.
         by: The rank that made the last one.
-        failures: Failures by what they concern: a wrapper, or a fit.
+        failure: The first failure of the last run that failed.
         report: The last report of ranks that wait; empty if there was none.
         end: Whether the rank ends that may serve the store.
     """
 
     number: int = 0
     by: int = -1
-    failures: dict[str, Failure] = field(default_factory=dict)
+    failure: Failure = field(default_factory=Failure)
     report: str = ""
     end: bool = False
 
@@ -61,6 +61,7 @@ class RollCall:
 
     Attributes:
         news: The last news that this rank has read.
+        failure: The failure by which this rank goes: the one of the news, or one that it has found alone.
         statuses: This rank's records: one that belongs to no wrapper, then those of all wrappers by number, closed ones
             too, as others may still ask for them.
         report: The last report of ranks that wait; empty if this rank has got further since.
@@ -73,6 +74,7 @@ class RollCall:
         self._thread = threading.get_ident()
         self.statuses = [Status(rank)]
         self.news, self._lock = News(), threading.RLock()  # a collected group's end may come in between
+        self.failure = Failure()
         self._heard = deque([(0, 0.0)], maxlen=64)  # the last news, and when this rank heard of them
         self.report, self.report_after = "", report_after
 
@@ -101,6 +103,7 @@ class RollCall:
             before, self.news = self.news, max(self.news, news, key=attrgetter("number"))
             if self.news is not before:
                 self._heard.append((news.number, time.monotonic()))
+        self.know(self.news.failure)
         if self.news.report != before.report:
             self.report = self.news.report
             _log.warning("%s", self.report)
@@ -127,30 +130,23 @@ class RollCall:
         self.store.multi_set(keys, [""] * len(keys))
         return True
 
-    def publish(self, concerns: str, failure: Failure) -> bool:
-        """Tell all ranks of a failure. What happened first in a pass stays, and so does a failure for good.
+    def know(self, failure: Failure) -> None:
+        """Go by a failure from now on, unless one of the same run or a later one is known."""
+        if failure.run > self.failure.run:
+            self.failure = failure
 
-        Args:
-            concerns: Such as ``"wrapper 1"``; ``"fit 0"`` for a failure that ends all ranks.
-            failure: The failure.
+    def publish(self, failure: Failure) -> bool:
+        """Tell all ranks of a failure. The first one of a run stays.
 
         Returns:
             Whether it is new to the ranks; False if the store is gone, and this rank alone knows.
         """
-
-        def add(news: News) -> News | None:
-            first, told = news.failures.get(concerns, Failure("", for_good=False)), failure
-            if first.text and first.pass_number == failure.pass_number:
-                told = replace(failure, text=first.text)
-            if first.for_good or first == told:
-                return None
-            return replace(news, failures={**news.failures, concerns: told})
-
         try:
-            return self.change(add)
+            return self.change(lambda news: replace(news, failure=failure) if failure.run > news.failure.run else None)
         except RuntimeError:
-            self.news = add(self.news) or self.news
             return False
+        finally:
+            self.know(failure)
 
     # -- records -------------------------------------------------------------------------------------
 
@@ -212,8 +208,8 @@ class RollCall:
         called = self.change(lambda news: None if news.number > last else news)  # else a call of another rank will do
         if unless_within and not called:
             return []
-        known = self.news.failures
-        return self.wait_until(lambda status: status.ended or self.news.failures != known, wrapper, call=last + 1)
+        known = self.failure
+        return self.wait_until(lambda status: status.ended or self.failure != known, wrapper, call=last + 1)
 
     def wait_until(self, enough: Callable[[Status], bool], wrapper: int = 0, call: int = sys.maxsize) -> list[Status]:
         """Read the ranks' records until all have answered or say enough, or :data:`ANSWER_SECONDS` have passed.

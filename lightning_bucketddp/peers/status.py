@@ -87,7 +87,7 @@ class Status:
         on_device: How many of the last passes an accelerator has not ended; 0 while the host waits for something.
         step_ended: Whether all backwards of the step have been run.
         ended: Whether it has ended training.
-        heard_of: The last fit in which it has heard of a failure that ends all ranks.
+        heard_of: The last run in which it has heard of a failure.
         trainable: Per parameter, whether the rank trains it. Travels only if the others may ask for it.
         names: The names of the parameters. They do not travel: whoever reads a record puts in its own.
         stack: Where the thread that trains is, the innermost frame first. Filled in for travel.

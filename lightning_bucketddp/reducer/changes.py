@@ -55,7 +55,7 @@ class ParamChanges(Participant):
             self.params.take_in(trained)
             self._require_devices_of_the_same_type()
         except RuntimeError as error:
-            self._peers.publish_failure(f"raised {type(error).__name__}: {error}", for_good=False)
+            self._peers.failed_by(error)
             raise
         self._new += [param for _, param in self.params.named if id(param) not in known]
         return True
@@ -82,7 +82,7 @@ class ParamChanges(Participant):
         """
         new = {id(param) for param in self._new}
         lines = [Entry(f"taken-in parameter {name!r}", "") for name, param in self.params.named if id(param) in new]
-        with self._peers.giving_up_on_errors():
+        with self._peers.failing():
             topic = f"the parameters of pass {self._peers.position.pass_number}"
             self._peers.require_same(topic, [*self.params.entries(), *lines])
         self._agreed_changes = self.params.changes
@@ -91,5 +91,5 @@ class ParamChanges(Participant):
         """Give new parameters rank 0's values, as wrapping does."""
         if self._new and self._init_sync:
             with self._peers.waiting_for("the values of new parameters"):
-                broadcast_tensors(self._new, self._collectives, self._peers.poll, hidden=True)
+                broadcast_tensors(self._new, self._collectives, hidden=True)
         self._new = []

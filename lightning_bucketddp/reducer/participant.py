@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_bucketddp.grads.bucket import Bucket
@@ -19,13 +18,11 @@ class PassResult:
         this_pass: The pass; its active buckets hold reduced gradients.
         exchange: The control vector; nobody need wait for it.
         control: What it says; None if no participant reads it now and reading would wait for an accelerator.
-        poll: Looks for failures of other ranks; for every wait.
     """
 
     this_pass: Pass
     exchange: ControlExchange
     control: Control | None
-    poll: Callable[[], None]
 
 
 class Participant:
@@ -60,12 +57,8 @@ class Participant:
     def backward_ended(self, raised: bool) -> None:
         """Backward has ended, or raised. Collectives may be under way."""
 
-    def decide_layout(self, failed: bool, poll: Callable[[], None]) -> Layout | None:
+    def decide_layout(self) -> Layout | None:
         """Decide where slots lie, the same on every rank, before anything is launched. Called if it follows gradients.
-
-        Args:
-            failed: Whether backward raised on this rank.
-            poll: Looks for failures of other ranks; for every wait.
 
         Returns:
             The layout; None to stay in the present one.
@@ -83,6 +76,3 @@ class Participant:
 
     def ended(self) -> None:
         """A synchronised pass has ended: gradients are published, or were dropped on every rank."""
-
-    def dropped(self) -> None:
-        """A pass has failed on this rank. Gradients since the last reduction are gone."""

@@ -80,7 +80,6 @@ class Passes:
 
     def count(self, number: int | Tensor, what: Literal["tokens", "samples"]) -> None:
         """Add to the number of tokens, or of samples, by which gradients are divided."""
-        self.wrapped.require_usable()  # finishing a broken pass later would drop this count
         self._context.divisor.count(number if self.joining.counts() else 0, what)
 
     # -- opening -------------------------------------------------------------------------------------
@@ -160,7 +159,7 @@ class Passes:
         with self._context.lock:
             if self._end_queued or self.reducer.by_hand() or self.reducer.state is PassState.CLOSED:
                 return
-            self.wrapped.require_usable()  # finishes a broken pass before gradients of this one come
+            self.wrapped.require_usable()
             self._root_synchronises = synchronised
             self._queue_end()
             if self.reducer.state is not PassState.IDLE:
@@ -251,10 +250,12 @@ class Passes:
             self._context.queue.leave()
 
     def _on_engine_dropped(self) -> None:
-        """Drop the pass, as backward raised. ``backward_pass`` finishes it, or else the next use."""
+        """Backward raised. ``backward_pass`` sees why: its caller may still catch that."""
         self._end_queued = False
         self._context.queue.leave()
-        self.reducer.broke(guarded=self._guarded)
+        self.reducer.backward_raised()
+        if not self._guarded:
+            self.reducer.fail(f"left backward with an exception{self.reducer.awaited_names()}")
 
     def _end_pass(self) -> None:
         state = self.reducer.state
@@ -263,11 +264,11 @@ class Passes:
 
     @contextmanager
     def _finishing(self, doing: str) -> Iterator[None]:
-        """End the pass together with the other ranks if anything is raised inside."""
+        """Have the pass fail if anything is raised inside."""
         try:
             yield
         except BaseException as error:
-            self.reducer.finish_broken_pass(f"raised {type(error).__name__} in {doing}: {error}")
+            self.reducer.fail(f"raised {type(error).__name__} in {doing}: {error}")
             raise
 
     # -- passes without a backward -------------------------------------------------------------------

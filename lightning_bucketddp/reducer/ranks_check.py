@@ -149,7 +149,7 @@ class RanksCheck(Participant):
             "ranks; broadcast_params() gives all ranks those of rank 0"
         )
         if self._on_difference == "error":
-            with self._peers.giving_up_on_errors():
+            with self._peers.failing():
                 raise RankMismatchError(message)
         self._warned = True
         warnings.warn(f"{message}. This warning is not repeated", stacklevel=2)
@@ -157,7 +157,7 @@ class RanksCheck(Participant):
     def _gathered(self, mine: Tensor) -> Tensor:
         with self._peers.waiting_for("the comparison of parameters", Phase.PASS):
             gathered, work = self._collectives.all_gather(mine)
-            work.wait(self._peers.poll)
+            work.wait()
         return gathered
 
 

@@ -6,8 +6,6 @@ follow it at once, as they do not move when they hold gradients or optimizer sta
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from lightning_bucketddp.comm.collectives import Collectives
@@ -86,18 +84,18 @@ class OrderLearner(Participant):
         else:
             self._position[slot] = len(self._position)
 
-    def decide_layout(self, failed: bool, poll: Callable[[], None]) -> Layout | None:
-        """Share the order, and learn it. If a rank failed or none had a gradient, let the next pass teach."""
+    def decide_layout(self) -> Layout | None:
+        """Share the order, and learn it. If no rank had a gradient, let the next pass teach."""
         if self._opened is None or self._opened.origin is Origin.CALL:
             return None
         slots, settled = range(len(self._table)), self._planner.settled is not None
         seen = [[self._position.get(slot, 0), slot in self._position, slot in self._repeated] for slot in slots]
         with self._peers.waiting_for("the order of gradients", Phase.PASS):
-            summed = torch.tensor([*seen, [failed, settled, 0]]).to(self._table.all_params[0].device)
-            self._collectives.all_reduce_sum(summed.view(-1)).wait(poll)
-        *rows, (failures, settled, _) = summed.tolist()
+            summed = torch.tensor([*seen, [settled, 0, 0]]).to(self._table.all_params[0].device)
+            self._collectives.all_reduce_sum(summed.view(-1)).wait()
+        *rows, (settled, _, _) = summed.tolist()
         positions = [total / ranks if ranks else None for total, ranks, _ in rows]
-        if failures or all(position is None for position in positions):
+        if all(position is None for position in positions):
             return None
         if settled:  # by optimizer state that some rank has loaded
             self._planner.settle()

@@ -4,10 +4,9 @@ A pass is one backward. Its states::
 
     IDLE ──open──▶ LOCAL ─────────end of backward──────────▶ IDLE
     IDLE ──open──▶ SYNCHRONISED ──end of backward: finish──▶ IDLE
-                        │
-                        ├─ backward raised here ─▶ BROKEN ──finish_broken_pass: all ranks broke──▶ IDLE
-                        │                            └──────finish_broken_pass: others did not───▶ FAILED
-                        └─ another rank failed, or ranks disagree ───────────────────────────────▶ FAILED
+
+An exception that leaves a synchronised backward on several ranks is for good. The pass stays open, and every use raises
+(:meth:`Peers.require_usable`).
 
 A gradient's way, in frames of this package between autograd and ``torch.distributed``::
 
@@ -28,8 +27,8 @@ launched early or in the finish, as its gradients happen to be ready, but always
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 
 import torch
@@ -38,25 +37,16 @@ from torch import Tensor
 from lightning_bucketddp.comm.lane import Lane
 from lightning_bucketddp.comm.wire import Pack
 from lightning_bucketddp.grads.bucket import Bucket, BucketProgress, Buckets
-from lightning_bucketddp.grads.checks import GradientError
 from lightning_bucketddp.grads.hooks import has_other_hooks
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage, Taken
 from lightning_bucketddp.layout.plan import Layout
-from lightning_bucketddp.peers.agreement import PeerFailureError
 from lightning_bucketddp.peers.control import ControlExchange, Report
-from lightning_bucketddp.peers.peers import GivingUp
 from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.context import WrapperContext
 from lightning_bucketddp.reducer.participant import Participant, PassResult
 from lightning_bucketddp.reducer.reductions import Reduction
 from lightning_bucketddp.reducer.state import TRANSITIONS, Contribution, Origin, Pass, PassState, Role
-
-SETTLE_SECONDS = 10.0
-"""How long a rank whose backward raised waits for the others before it raises.
-
-A rank that comes later finds that this one has given up, and raises too.
-"""
 
 
 class Reducer:
@@ -72,6 +62,7 @@ class Reducer:
         context: The parts of the wrapper that stay when parameters change.
 
     Attributes:
+        state: Where the reducer is.
         this_pass: The pass that is open; None if there is none.
     """
 
@@ -88,16 +79,8 @@ class Reducer:
         self.table, self.buckets, self.storage = table, buckets, storage
         self.reduction, self.lanes, self.participants = reduction, lanes, participants
         self._context, self.peers = context, context.peers
-        self._state = PassState.IDLE
+        self.state = PassState.IDLE
         self.this_pass: Pass | None = None
-        self._unfinished: Pass | None = None  # a pass that failed here; its reductions may be under way
-
-    @property
-    def state(self) -> PassState:
-        """Where the reducer is."""
-        if self.peers.give_up_reason and self._state is not PassState.CLOSED:
-            return PassState.FAILED
-        return self._state
 
     # -- opening -------------------------------------------------------------------------------------
 
@@ -128,13 +111,9 @@ class Reducer:
         this_pass.use(self.buckets, self.table.trainable_now())
         self.this_pass = this_pass
         self._enter(PassState.SYNCHRONISED if this_pass.synchronised else PassState.LOCAL)
-        try:  # only now: the others hear of an error in a pass that is open
+        with self._failing():
             for participant in self.participants:
                 participant.opened(this_pass)
-        except RuntimeError as error:
-            if this_pass.synchronised:
-                self.peers.publish_failure(f"raised RuntimeError: {error}", for_good=False)
-            raise
         if this_pass.origin is Origin.CALL:  # every gradient takes part
             params = enumerate(self.table.params)
             self.table.pending.update(slot for slot, param in params if param.grad is not None)
@@ -165,12 +144,11 @@ class Reducer:
             this_pass = self.this_pass
             if this_pass is None:
                 return  # another thread has ended it
-            if self.state is PassState.FAILED:
-                self.peers.require_usable()
+            self.peers.require_usable()
             watched = has_other_hooks(param)  # they run after this one, and must find the gradient
             full = self._mark_recorded(this_pass)
             if full and not watched and self.state is PassState.SYNCHRONISED and self._context.queue.is_first():
-                with _Launching(self.peers):
+                with self._failing():
                     while (progress := this_pass.next_full()) is not None and self.reduction.ready_for_next():
                         self.launch(this_pass, progress)
             for progress in full:
@@ -228,20 +206,16 @@ class Reducer:
             participant.ready(key)
         return None
 
-    def launch(self, this_pass: Pass, progress: BucketProgress, failed: bool = False) -> None:
-        """Start the reduction of a bucket. In a pass that failed here its content does not matter."""
+    def launch(self, this_pass: Pass, progress: BucketProgress) -> None:
+        """Start the reduction of a bucket."""
         bucket, with_control = progress.bucket, progress.bucket.flat_with_control
-        pack: Pack = _leave
-        if failed:
-            self.storage.require_memory()
-        else:
-            for participant in self.participants:
-                participant.before_launch(bucket)
-            own = partial(_pack, self.storage, bucket, self.storage.take(bucket), this_pass.weight)
-            # Means of earlier passes, which others have too, must not count again.
-            pack = partial(_pack_zeros, bucket) if this_pass.contributes_zeros else own
+        for participant in self.participants:
+            participant.before_launch(bucket)
+        own = partial(_pack, self.storage, bucket, self.storage.take(bucket), this_pass.weight)
+        # Means of earlier passes, which others have too, must not count again.
+        pack: Pack = partial(_pack_zeros, bucket) if this_pass.contributes_zeros else own
         if with_control is not None:
-            report = self._report(this_pass, failed)
+            report = self._report(this_pass)
             used = self.table.pending_slots()
             this_pass.exchange = self._context.control.put_behind(bucket.flat, with_control, report, used)
         with bucket.label(self.reduction.name):
@@ -255,20 +229,23 @@ class Reducer:
 
     def launch_rest(self) -> None:
         """Launch all remaining buckets. Parameters without a gradient contribute zeros."""
-        assert self.this_pass is not None
-        with _Launching(self.peers):
-            self._launch_rest(self.this_pass, self.peers.poll, failed=False)
+        this_pass = self.this_pass
+        assert this_pass is not None
+        with self._failing():
+            if this_pass.followed:
+                this_pass.followed = False
+                for participant in self.participants:
+                    if participant.follows_gradients and (layout := participant.decide_layout()) is not None:
+                        self.lay_out(layout)
+                        this_pass.use(self.buckets, self.table.trainable_now())
+            while (progress := this_pass.next_to_launch()) is not None:
+                self._wait_until_ready()
+                self.launch(this_pass, progress)
 
-    def _launch_rest(self, this_pass: Pass, poll: Callable[[], None], failed: bool) -> None:
-        if this_pass.followed:
-            this_pass.followed = False
-            for participant in self.participants:
-                if participant.follows_gradients and (layout := participant.decide_layout(failed, poll)) is not None:
-                    self.lay_out(layout)
-                    this_pass.use(self.buckets, self.table.trainable_now())
-        while (progress := this_pass.next_to_launch()) is not None:
-            self.reduction.wait_until_ready(poll)
-            self.launch(this_pass, progress, failed)
+    def _wait_until_ready(self) -> None:
+        if not self.reduction.ready_for_next():
+            with self.peers.waiting_for("the communication hook", Phase.PASS):
+                self.reduction.wait_until_ready()
 
     def backward_ended(self) -> None:
         """End the pass, after the last gradient and before ``backward()`` returns."""
@@ -292,17 +269,17 @@ class Reducer:
         self.launch_rest()
         report = None
         if this_pass.exchange is None:
-            with _Launching(peers):
+            with self._failing():
                 report = self._report(this_pass)
         with peers.waiting_for(partial(_describe_awaited, this_pass, self.table), Phase.PASS):
-            exchange = self._wait_for_all(this_pass, report, peers.poll)
+            exchange = self._wait_for_all(this_pass, report)
         unused = self.buckets.unused(this_pass.trainable)
         needed = bool(unused) or any(participant.reads_control for participant in self.participants)
         if needed and not exchange.arrived():  # on an accelerator the host waits here
             with peers.waiting_for("what the other ranks report on the pass", Phase.PASS):
                 exchange.read()
         control = self._context.control.read(exchange, needed)
-        result = PassResult(this_pass, exchange, control, peers.poll)
+        result = PassResult(this_pass, exchange, control)
         for participant in self.participants:
             participant.use_reports(result)
         if this_pass.dropped:
@@ -324,17 +301,17 @@ class Reducer:
         for param in self.table.all_params:
             param.grad = None
 
-    def _wait_for_all(self, this_pass: Pass, report: Report | None, poll: Callable[[], None]) -> ControlExchange:
+    def _wait_for_all(self, this_pass: Pass, report: Report | None) -> ControlExchange:
         """Send the report, unless it travels in a bucket, and wait for all reductions."""
         if this_pass.exchange is None:
             assert report is not None
-            self.reduction.wait_until_ready(poll)
+            self.reduction.wait_until_ready()
             this_pass.exchange = self._context.control.send(report, len(self.table), self.table.pending_slots())
         for progress in this_pass.awaiting():
             with progress.bucket.label("wait"):
-                progress.work.wait(poll)
+                progress.work.wait()
             progress.done_at = progress.done_at or time.perf_counter()
-        this_pass.exchange.wait(poll)
+        this_pass.exchange.wait()
         return this_pass.exchange
 
     def _end(self) -> None:
@@ -347,82 +324,38 @@ class Reducer:
 
     # -- when something is wrong ---------------------------------------------------------------------
 
-    def broke(self, guarded: bool) -> None:
-        """Drop the pass, as backward raised. The next use of the wrapper finishes it together with the other ranks.
-
-        Gradients go now: by then ``.grad`` may hold the first gradient of another backward.
-
-        Args:
-            guarded: Whether the caller sees the exception and finishes the pass.
-        """
-        this_pass = self.this_pass
-        if this_pass is not None:
+    def backward_raised(self) -> None:
+        """Note that backward raised. A local pass ends, and keeps its gradients."""
+        if self.this_pass is not None and self.state is PassState.LOCAL:
             with suppress(RuntimeError):  # a gradient that came too late changes nothing now
-                self._mark_recorded(this_pass)
+                self._mark_recorded(self.this_pass)
         for participant in self.participants:
             participant.backward_ended(raised=True)
-        if self.state is PassState.FAILED:
-            self._enter(PassState.FAILED)
-        elif self.state in (PassState.IDLE, PassState.LOCAL):
+        if self.state in (PassState.IDLE, PassState.LOCAL):
             self.storage.abandon()
             self._enter(PassState.IDLE)
-        elif self.state is PassState.SYNCHRONISED and not guarded:
-            assert this_pass is not None
-            self._enter(PassState.BROKEN)
-            awaited = [self.table.specs[slot].name for slot in this_pass.missing()]
-            where = f" before the gradient of {awaited[0]!r} (and {len(awaited) - 1} more)" if awaited else ""
-            self.peers.publish_failure(f"left backward with an exception{where}", for_good=False)
-            self._drop(this_pass)
 
-    def finish_broken_pass(self, cause: str) -> None:
-        """End a pass in which backward raised on this rank, together with the others.
-
-        This rank takes part in every collective of the pass, so that no other rank hangs, and reports that it failed.
-        If all ranks failed, they drop the gradients of the pass and training may go on. Otherwise every rank raises.
+    def fail(self, cause: str) -> None:
+        """End a synchronised pass that an exception leaves, for good. Without other ranks it is dropped.
 
         Args:
             cause: What happened here, as the end of a sentence that begins with the rank.
         """
-        self.broke(guarded=True)
-        this_pass = self.this_pass or self._unfinished
-        if this_pass is None or self.state not in (PassState.SYNCHRONISED, PassState.BROKEN):
+        this_pass = self.this_pass
+        if this_pass is None or self.state is not PassState.SYNCHRONISED:
             return
-        self.peers.publish_failure(cause, for_good=False)
-        if this_pass.exchange is None:  # else the others have this rank's report: too late for another
-            if self.state is PassState.SYNCHRONISED:  # else broke() has dropped it
-                self._drop(this_pass)
-            if self._all_failed(this_pass):
-                self.reduction.forget()
-                self._end()
-                return
-        self.peers.give_up(self.peers.cannot_complete(f"rank {self.peers.rank} {cause}"), cause)
-        self._enter(PassState.FAILED)
+        if self.peers.world_size == 1:
+            self._drop_everywhere()
+            return
+        this_pass.recorded.clear()
+        this_pass.notify_after = 1  # the next gradient raises
+        self.peers.fail(cause)
 
-    def _all_failed(self, this_pass: Pass) -> bool:
-        """Take part in what the pass still sends; return whether all ranks failed in it."""
-        deadline = time.monotonic() + SETTLE_SECONDS
-
-        def raise_when_late() -> None:
-            if time.monotonic() > deadline:
-                raise PeerFailureError("the other ranks did not take note in time")
-
-        try:
-            self._launch_rest(this_pass, raise_when_late, failed=True)
-            report = self._report(this_pass, failed=True)
-            exchange = self._wait_for_all(this_pass, report, raise_when_late)
-            while not exchange.arrived():  # an accelerator waits, and the host has not waited so far
-                raise_when_late()
-                time.sleep(0.01)
-            return exchange.read().failed_ranks == self.peers.world_size
-        except Exception:  # the others are gone, or stay away: this rank raises its own error all the same
-            return False
-
-    def _drop(self, this_pass: Pass) -> None:
-        active = [progress.bucket for progress in this_pass.active]
-        self.storage.drop(active[: this_pass.launched], active[this_pass.launched :])
-        for participant in self.participants:
-            participant.dropped()
-        self.table.pending.clear()
+    def awaited_names(self) -> str:
+        """Which gradients are still to come in the open pass, in words; empty if none are."""
+        missing = [] if self.this_pass is None else self.this_pass.missing()
+        names = [self.table.specs[slot].name for slot in missing]
+        return f" before the gradient of {names[0]!r} (and {len(names) - 1} more)" if names else ""
 
     def add_participant(self, participant: Participant) -> None:
         """Let one more feature take part in passes, from the next one on."""
@@ -430,9 +363,9 @@ class Reducer:
 
     def close(self) -> None:
         """Make gradients plain tensors again. Sends nothing; safe in any state."""
-        this_pass = self.this_pass or self._unfinished
-        if this_pass is not None and this_pass.under_way():
-            reason = self.peers.give_up_reason or "it was closed in the middle of a pass"
+        if self.this_pass is not None and self.this_pass.under_way():
+            failure = self.peers.failure
+            reason = "it was closed in the middle of a pass" if failure is None else failure.text
             self._context.collectives.leave_behind(reason)
         self.storage.release()
         self._enter(PassState.CLOSED)
@@ -440,29 +373,20 @@ class Reducer:
     # -- details -------------------------------------------------------------------------------------
 
     def _enter(self, state: PassState) -> None:
-        assert state in TRANSITIONS[self._state], f"{self._state.name} -> {state.name}"
-        self._state = state
-        failed = state in (PassState.BROKEN, PassState.FAILED)
-        self._unfinished = (self.this_pass or self._unfinished) if failed else None
+        assert state in TRANSITIONS[self.state], f"{self.state.name} -> {state.name}"
+        self.state = state
         if state not in (PassState.LOCAL, PassState.SYNCHRONISED):
             self.this_pass = None
 
-    def _report(self, this_pass: Pass, failed: bool = False) -> Report:
-        joined = this_pass.contribution is not Contribution.OWN
-        report = self._context.control.report(this_pass.trainable, failed, joined)
-        if not failed:
-            for participant in self.participants:
-                participant.report(report)
+    def _failing(self) -> AbstractContextManager[None]:
+        """A context in a pass. An error in it leaves backward, and is for good if the pass is synchronised."""
+        return self.peers.failing() if self.state is PassState.SYNCHRONISED else nullcontext()
+
+    def _report(self, this_pass: Pass) -> Report:
+        report = self._context.control.report(this_pass.trainable, this_pass.contribution is not Contribution.OWN)
+        for participant in self.participants:
+            participant.report(report)
         return report
-
-
-class _Launching(GivingUp):
-    """Tells the others why a bucket was not launched, and gives up if the ranks are no longer in step."""
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, GradientError):  # else they hear only that backward raised
-            self._peers.publish_failure(f"raised {type(error).__name__}: {error}", for_good=False)
-        super().__exit__(kind, error, traceback)
 
 
 def _pack(
@@ -478,10 +402,6 @@ def _pack(
             torch._foreach_mul_([grad.detach() for grad in taken.grads], weight)
         storage.pack(bucket, taken, scale, memory)
     taken.grads.clear()  # the stages, which hold this until the last one is over, keep no gradient in memory
-
-
-def _leave(scale: float | None = None, memory: Tensor | None = None) -> None:
-    return
 
 
 def _pack_zeros(bucket: Bucket, scale: float | None = None, memory: Tensor | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -43,7 +42,7 @@ class Reduction(Protocol):
         """Whether the next bucket may be launched without waiting. Timing may decide this: the order stays."""
         return True
 
-    def wait_until_ready(self, poll: Callable[[], None]) -> None:
+    def wait_until_ready(self) -> None:
         """Wait until the next bucket may be launched."""
         return
 
@@ -130,10 +129,10 @@ class HookReduce(Reduction):
         """Whether the hook is done with the bucket before, if it takes one at a time."""
         return not self._one_at_a_time or self._last.done()
 
-    def wait_until_ready(self, poll: Callable[[], None]) -> None:
+    def wait_until_ready(self) -> None:
         """Wait until the hook is done with the bucket before, if it takes one at a time."""
         if self._one_at_a_time:
-            self._last.wait(poll)
+            self._last.wait()
 
     def forget(self, slot: int | None = None) -> None:
         """Drop PowerSGD's memory."""

@@ -150,7 +150,7 @@ class StepSkips(Participant):
         result.this_pass.dropped = not self.left_to_scaler
         self._in_a_row += 1
         with self._peers.waiting_for("why a step is skipped", Phase.PASS):
-            everyone = self._collectives.exchange_objects(self._own(), result.poll)
+            everyone = self._collectives.exchange_objects(self._own())
         reason, number = _describe(everyone, why), result.this_pass.number
         if self._in_a_row > (most := self._options.max_skipped):
             raise GradientError(
@@ -235,7 +235,7 @@ class _Norms:
                 wide = torch.promote_types(part.dtype, torch.float32)
                 measured[1] += torch.linalg.vector_norm(part, dtype=wide).to(measured).square() / held_by
         with self.peers.waiting_for("the norm of the gradients", Phase.PASS):
-            self.collectives.all_reduce_sum(measured).wait(result.poll)
+            self.collectives.all_reduce_sum(measured).wait()
         total, squares = measured.tolist()
         return total, math.sqrt(squares)
 

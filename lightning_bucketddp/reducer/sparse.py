@@ -1,7 +1,7 @@
 """Sparse gradients: reduced apart from the buckets, at the end of a pass.
 
 The ranks agree on the parameters with sparse gradients when the module is wrapped. When the control vector has said
-that no rank failed, two ranks with an embedding of 6 rows exchange, per parameter::
+that all are in the same pass, two ranks with an embedding of 6 rows exchange, per parameter::
 
                  gradient holds rows     new, rows      gathered indices      .grad on both
     rank 0       1, 4, 4 -> 1, 4         1, 2           1  4                  1: a/2
@@ -15,7 +15,7 @@ gather the rows. A pass with sparse gradients waits for the device, as the numbe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,7 @@ class SparseGrads(Participant):
 
     @property
     def reads_control(self) -> bool:
-        """Whether there are such parameters: rows travel only if no rank has failed."""
+        """Whether there are such parameters: rows travel only between ranks in the same pass."""
         return bool(self._held)
 
     def opened(self, this_pass: Pass) -> None:
@@ -154,7 +154,7 @@ class SparseGrads(Participant):
             pending, key = self._table.pending, self._table.key
             mine = torch.tensor([[key(index) in pending, _rows(grad)] for index, grad in held])
             gathered, work = self._collectives.all_gather(mine.to(self._params[held[0][0]].device))
-            work.wait(result.poll)
+            work.wait()
             everyone: list[list[list[int]]] = gathered.tolist()
         self.used_somewhere = frozenset(
             index for (index, _), *said in zip(held, *everyone, strict=True) if any(new for new, _ in said)
@@ -166,20 +166,20 @@ class SparseGrads(Participant):
                 rows = [rank[position][1] for rank in everyone]
                 param = self._params[index]
                 if _DENSE in rows:
-                    param.grad = self._mean_dense(param, grad, result.poll)
+                    param.grad = self._mean_dense(param, grad)
                 else:
-                    param.grad = self._mean_sparse(param, grad, rows, result.poll)
+                    param.grad = self._mean_sparse(param, grad, rows)
                 # Multiplied itself, a sparse gradient would no longer count as coalesced.
                 self._divisor.rescale(param.grad.values() if param.grad.is_sparse else param.grad)
 
-    def _mean_dense(self, param: Tensor, grad: Tensor | None, poll: Callable[[], None]) -> Tensor:
+    def _mean_dense(self, param: Tensor, grad: Tensor | None) -> Tensor:
         dense = param.new_zeros(param.shape) if grad is None else grad.to_dense().contiguous()
         self._weigh(dense)
         self.nbytes += dense.nbytes
-        self._collectives.all_reduce_mean(dense.view(-1)).wait(poll)
+        self._collectives.all_reduce_mean(dense.view(-1)).wait()
         return dense
 
-    def _mean_sparse(self, param: Tensor, grad: Tensor | None, rows: Sequence[int], poll: Callable[[], None]) -> Tensor:
+    def _mean_sparse(self, param: Tensor, grad: Tensor | None, rows: Sequence[int]) -> Tensor:
         most = max(rows)
         indices = torch.zeros(most, dtype=torch.int64, device=param.device)
         values = param.new_zeros((most, *param.shape[1:]))
@@ -191,8 +191,8 @@ class SparseGrads(Participant):
         all_indices, indices_pending = self._collectives.all_gather(indices)
         all_values, values_pending = self._collectives.all_gather(values)
         self.nbytes += all_indices.nbytes + all_values.nbytes
-        indices_pending.wait(poll)
-        values_pending.wait(poll)
+        indices_pending.wait()
+        values_pending.wait()
         # Every rank adds the same numbers in the same order.
         return torch.sparse_coo_tensor(
             _without_padding(all_indices, rows).unsqueeze(0),
@@ -208,13 +208,6 @@ class SparseGrads(Participant):
     def ended(self) -> None:
         """Forget the gradients of this pass."""
         self._held = []
-
-    def dropped(self) -> None:
-        """Drop the gradients since the last reduction."""
-        for index in self._table.sparse:
-            if self._table.key(index) in self._table.pending:
-                self._params[index].grad = None
-        self.ended()
 
 
 def _rows(grad: Tensor | None) -> int:

@@ -24,23 +24,15 @@ class PassState(Enum):
     """A backward inside ``no_sync``: gradients accumulate, nothing is sent."""
     SYNCHRONISED = auto()
     """A backward whose gradients are reduced."""
-    BROKEN = auto()
-    """Backward raised on this rank in a synchronised pass. No collective has told the other ranks yet."""
-    FAILED = auto()
-    """The ranks cannot continue together. Every use raises."""
     CLOSED = auto()
     """The hooks are removed. Nothing is reduced any more."""
 
 
-_ENDS = {PassState.FAILED, PassState.CLOSED}
-
 TRANSITIONS = {
-    PassState.IDLE: {PassState.IDLE, PassState.LOCAL, PassState.SYNCHRONISED} | _ENDS,
-    PassState.LOCAL: {PassState.IDLE} | _ENDS,
-    PassState.SYNCHRONISED: {PassState.IDLE, PassState.BROKEN} | _ENDS,
-    PassState.BROKEN: {PassState.IDLE} | _ENDS,
-    PassState.FAILED: _ENDS,
-    PassState.CLOSED: _ENDS,
+    PassState.IDLE: {PassState.IDLE, PassState.LOCAL, PassState.SYNCHRONISED, PassState.CLOSED},
+    PassState.LOCAL: {PassState.IDLE, PassState.CLOSED},
+    PassState.SYNCHRONISED: {PassState.IDLE, PassState.CLOSED},
+    PassState.CLOSED: {PassState.CLOSED},
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
-from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchError
+from lightning_bucketddp.peers.agreement import RankMismatchError
 from lightning_bucketddp.peers.diagnose import other_trainable
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.peers.status import Status
@@ -58,14 +58,8 @@ class TrainableHistory(Participant):
         peers.here.note_trainable(self._slots.names, trainable)
         if trainable == self.agreed:
             return False
-        try:
-            with peers.giving_up_on_errors():
-                self._ask(trainable)
-        except (PeerFailureError, RankMismatchError):
-            raise
-        except RuntimeError as error:
-            peers.give_up(str(error), cause=f"gave up: {error}")
-            raise
+        with peers.failing():
+            self._ask(trainable)
         self.agreed = trainable
         return True
 

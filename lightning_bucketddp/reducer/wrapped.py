@@ -64,14 +64,12 @@ class Wrapped:
         self.context.queue.leave()
 
     def require_usable(self) -> None:
-        """Finish a broken pass.
+        """Require that passes can be opened.
 
         Raises:
-            PeerFailureError: If the ranks cannot go on together.
+            PeerFailureError, RankMismatchError: If the ranks cannot go on together.
             RuntimeError: If the wrapper is closed.
         """
-        if self.reducer.state is PassState.BROKEN:
-            self.reducer.finish_broken_pass("left backward with an exception")
         self.context.peers.require_usable()
         if self.reducer.state is PassState.CLOSED:
             raise RuntimeError("expected an open BucketDDP, found one after close(); wrap the module again")

@@ -130,7 +130,7 @@ def set_up_group(
         return None
     listener = listen(Collectives(None), options.report_after)
     if interrupted is not None:
-        listener.begin(interrupted)  # ends the last fit, before ranks wait for one another
+        listener.begin_fit(interrupted)  # ends the last fit, before ranks wait for one another
     if is_new:
         atexit.register(_end_group, os.getpid())
     else:

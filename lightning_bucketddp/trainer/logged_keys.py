@@ -146,12 +146,11 @@ class LoggedKeys:
         names = ": " + _some(sorted(mine)) if mine and not may_differ else ""
         what = f"the keys of self.log(sync_dist=True){names}"
         with nullcontext() if peers is None else peers.waiting_for(what, Phase.AGREEMENT):
-            poll = None if peers is None else peers.poll
             digests, work = collectives.all_gather(own)
-            work.wait(poll)
+            work.wait()
             if len(set(digests.flatten().tolist())) == 1:
                 return mine
-            everyone: list[Mapping[str, _Logged]] = collectives.exchange_objects(mine, poll)
+            everyone: list[Mapping[str, _Logged]] = collectives.exchange_objects(mine)
             of_any_rank = {text: logged for logged_there in everyone for text, logged in logged_there.items()}
             keys = {logged.key for logged in of_any_rank.values()}
             if not may_differ or len(keys) < len(of_any_rank):  # a key that is a mean on one rank, a sum on another

@@ -96,7 +96,7 @@ class PassTimes(Participant):
         mine = torch.tensor([self._own, waited, exposed, under_way], device=self._device)
         with self._peers.waiting_for("the times of all ranks"):
             gathered, work = self._collectives.all_gather(mine)
-            work.wait(self._peers.poll)
+            work.wait()
         self.passes.clear()
         self._own = self._waited = 0.0
         return gathered.cpu()

@@ -24,6 +24,7 @@ from lightning_bucketddp.layout.options import TrainerOptions
 from lightning_bucketddp.optim.checkpoint_writer import CheckpointWriter
 from lightning_bucketddp.optim.stepped import params_of
 from lightning_bucketddp.peers.abort_listener import AbortListener, tell_failure
+from lightning_bucketddp.peers.agreement import RankMismatchError
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.trainer import checkpoints, common, finetuning
 from lightning_bucketddp.trainer.common import forwarded
@@ -122,7 +123,7 @@ class BucketDDPStrategy(EachSampleOnce):
     def setup_distributed(self) -> None:
         self._listener = common.set_up_group(super().setup_distributed, self._options, self._interrupted)
         if self._listener is not None:
-            self._until_teardown.callback(self._listener.end)
+            self._until_teardown.callback(self._listener.end_fit)
 
     @override
     def _configure_launcher(self) -> None:
@@ -383,7 +384,7 @@ class BucketDDPStrategy(EachSampleOnce):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        if self._has_aborted():
+        if not self._is_known_to_be_right():
             rank_zero_warn(
                 f"not saved: {filepath}. Ranks failed; parameters may have been updated with gradients of one rank"
             )
@@ -401,22 +402,31 @@ class BucketDDPStrategy(EachSampleOnce):
             writer.begin(path, module.trainer.global_step)
         checkpoints.save_parts(checkpoint, path, module, wrapper, self.optimizers, storage_options, writer)
 
-    def _has_aborted(self) -> bool:
-        """Whether collectives were aborted, so that a device went on with values of this rank alone.
+    def _is_known_to_be_right(self) -> bool:
+        """Whether a device has trained with values of all ranks. The host waits, and reads what it is told late.
+
+        False only while an exception is handled.
 
         Raises:
-            PeerFailureError: If so, and no exception is being handled.
+            PeerFailureError, RankMismatchError: If it has not, and no exception is being handled.
         """
         if not is_accelerator(self.root_device) or not dist.is_initialized():
-            return False
+            return True
         self._free_device()  # the listener aborts nothing when this rank raises by itself
         wait_for_device(self.root_device)
         wrapper, default = self.bucket_ddp, Collectives(None)
         own = default if wrapper is None else wrapper._runtime.collectives
-        if not (default.left_behind() or own.left_behind()):
+        try:
+            if self._peers is not None and not self._interrupted():
+                self._peers.require_usable()
+            if default.left_behind() or own.left_behind():  # after an abort a device goes on with any values
+                return False
+            if wrapper is not None:
+                wrapper._passes.wrapped.context.control.read_what_arrived()
+        except RankMismatchError:
+            if not self._interrupted():
+                raise
             return False
-        if self._peers is not None and not self._interrupted():
-            self._peers.raise_if_failed()
         return True
 
     @override

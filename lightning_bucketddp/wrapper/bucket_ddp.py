@@ -22,7 +22,6 @@ from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.optim.swap import Swap
-from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchError
 from lightning_bucketddp.peers.machines import Node
 from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.reducer.record import PassRecord
@@ -261,8 +260,8 @@ class BucketDDP(nn.Module, Joinable):
 
         The hook returns a ``torch.futures.Future`` of one tensor with as many elements as ``bucket.buffer()``, of any
         dtype. The wrapper copies it into the bucket when the future is completed. The hook divides by the world size
-        itself, and starts the same collectives on every rank. It is called for every bucket in launch order, also in a
-        pass that failed on this rank. A parameter that no rank used keeps its ``.grad``.
+        itself, and starts the same collectives on every rank. It is called for every bucket in launch order. A
+        parameter that no rank used keeps its ``.grad``.
 
         torch's ``allreduce_hook``, ``fp16_compress_hook``, ``bf16_compress_hook``, their wrappers, ``powerSGD_hook``,
         ``post_localSGD_hook`` and ``noop_hook`` work unmodified. ``batched_powerSGD_hook`` (broken in torch 2.13) does
@@ -413,9 +412,7 @@ class BucketDDP(nn.Module, Joinable):
         Args:
             error: The exception that this rank raised.
         """
-        if isinstance(error, PeerFailureError | RankMismatchError):
-            return  # the others know, or find the same and say it better
-        self._passes.peers.publish_failure(f"raised {type(error).__name__}: {error}")
+        self._passes.peers.failed_by(error)
 
     def close(self) -> None:
         """End gradient synchronisation: remove all hooks, make ``.grad`` plain tensors, free the gradient buffers.

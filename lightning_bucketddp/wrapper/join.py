@@ -60,7 +60,7 @@ class UnevenInputs(JoinHook):
         peers = self._passes.peers
         with peers.waiting_for(what, phase):
             vector = torch.tensor(values, dtype=torch.int64).to(self._device)
-            self._collectives.all_reduce_sum(vector).wait(peers.poll)
+            self._collectives.all_reduce_sum(vector).wait()
             return vector.tolist()
 
     def _exchange(self, has_data: bool, reduces: bool, sends: bool) -> bool:

@@ -56,7 +56,7 @@ class ModuleBuffers:
         try:
             tensors = self._params.buffers_to_write()
         except WrapError as error:
-            self._peers.publish_failure(f"raised {type(error).__name__}: {error}", for_good=False)
+            self._peers.failed_by(error)
             raise
         if tensors:
             with self._peers.waiting_for("the module buffers", Phase.EXCHANGE):
@@ -64,7 +64,7 @@ class ModuleBuffers:
 
     @torch.no_grad()
     def _send(self, tensors: list[Tensor], active: Sequence[int] | None) -> None:
-        poll, world_size = self._peers.poll, self._collectives.world_size
+        world_size = self._collectives.world_size
         source = 0 if active is None else active[-1]
         active = range(world_size) if active is None else active
         if self._mode == "mean":
@@ -72,9 +72,9 @@ class ModuleBuffers:
                 staging = stage(chunk).view(chunk[0].dtype)
                 if self._collectives.rank not in active:
                     staging.zero_()
-                self._collectives.all_reduce_mean(staging).wait(poll)
+                self._collectives.all_reduce_mean(staging).wait()
                 if len(active) < world_size:
                     staging.mul_(world_size / len(active))
                 write_back(staging.view(torch.uint8), chunk, hidden=True)
             tensors = [t for t in tensors if not t.is_floating_point()]
-        broadcast_tensors(tensors, self._collectives, poll, source, hidden=True)
+        broadcast_tensors(tensors, self._collectives, source, hidden=True)

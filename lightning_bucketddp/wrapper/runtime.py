@@ -87,7 +87,7 @@ class Runtime:
         with peers.waiting_for("the parameters and module buffers of rank 0"):
             if options.init_sync:
                 buffers = params.named_buffers().values() if options.init_sync_module_buffers else ()
-                broadcast_tensors([*(param for _, param in params.named), *buffers], collectives, peers.poll)
+                broadcast_tensors([*(param for _, param in params.named), *buffers], collectives)
             wait_for_device(device)  # NCCL splits a communicator for a part only when nothing is under way in it
         one_machine = on_one_machine(peers, node)
         links = links_of(module)
@@ -116,13 +116,13 @@ class Runtime:
 
         An accelerator has finished by then: streams of the user's may still read memory that is freed here.
         """
-        if not self.passes.peers.give_up_reason:  # else it may wait for ranks that do not come
+        if self.passes.peers.failure is None:  # else it may wait for ranks that do not come
             wait_for_device(self._device)
         self._release()
         self.optimizers.close()
         groups = self.passes.wrapped.context.groups
         # In parts across groups the whole state of optimizers is still gathered.
-        if (groups is None or groups.across is None) and not self.passes.peers.give_up_reason:
+        if (groups is None or groups.across is None) and self.passes.peers.failure is None:
             self.collectives.end_parts()
         end_signals.release()
 
@@ -165,7 +165,7 @@ class Runtime:
         self.passes.wrapped.require_usable()
         params = [param for _, param in named_parameters(self.params.module)]
         with self.passes.peers.waiting_for("the parameters"):
-            broadcast_tensors(params, self.collectives, self.passes.peers.poll)
+            broadcast_tensors(params, self.collectives)
         restart_masters(params)
 
     @torch.no_grad()
@@ -184,7 +184,7 @@ class Runtime:
         if loss is not None and weight:
             mine[0] = weight * (loss.detach().reshape(()) if isinstance(loss, Tensor) else loss)
         with peers.waiting_for("the mean of the losses"):
-            self.collectives.all_reduce_mean(mine).wait(peers.poll)
+            self.collectives.all_reduce_mean(mine).wait()
         if loss is None and not mine[1]:
             return None
         mean = mine[0] / mine[2] if joining.divides_by_active or by_samples else mine[0]

@@ -126,7 +126,7 @@ class StatisticsLink(Participant):
             what = f"the statistics of {self._names[layer]!r}"
             with nullcontext() if peers is None else peers.waiting_for(what, Phase.EXCHANGE):
                 everyone, work = collectives.all_gather(part)
-                work.wait(None if peers is None else peers.poll)
+                work.wait()
             return everyone
 
         first_tag = 0 if peers is None else peers.number << 32  # tells layers of two wrappers apart

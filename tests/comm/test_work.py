@@ -118,15 +118,18 @@ def test_a_failed_stage_is_raised_by_every_wait(reductions: Reductions, in_threa
 
 def test_a_wait_polls_on_the_host_alone(reductions: Reductions, monkeypatch: pytest.MonkeyPatch) -> None:
     give_up = Mock(side_effect=KeyError("rank 1 failed"))
-    reductions.direct("d", on_host=False).wait(give_up)
+    with work.polling(give_up):
+        reductions.direct("d", on_host=False).wait()
     for run in (reductions.direct, lambda name: threads(reductions).run(reductions.stages(name))):
-        with pytest.raises(KeyError, match="rank 1 failed"):
-            run("h").wait(Mock(side_effect=[None, None, KeyError("rank 1 failed")]))
+        poll = Mock(side_effect=[None, None, KeyError("rank 1 failed")])
+        with pytest.raises(KeyError, match="rank 1 failed"), work.polling(poll):
+            run("h").wait()
     assert reductions.names("left behind:") == ["'rank 1 failed'"] * 2
     monkeypatch.setattr(work, "AWAKE_SECONDS", 60)
     soon = reductions.direct("s")
     with patch.object(reductions.handle("s"), "is_completed", side_effect=[False, False, True, True]):
-        soon.wait(give_up)  # stays awake until then
+        with work.polling(give_up):
+            soon.wait()  # stays awake until then
 
 
 @pytest.mark.parametrize("starts_here", [False, True])

@@ -33,7 +33,7 @@ def gathers_put_off() -> Iterator[None]:
     gather = Collectives.all_gather_shards
 
     def put_off(collectives: Collectives, flat: Tensor) -> Any:
-        return SimpleNamespace(wait=lambda poll=None: gather(collectives, flat).wait(poll))
+        return SimpleNamespace(wait=lambda: gather(collectives, flat).wait())
 
     with patch.object(Collectives, "all_gather_shards", put_off):
         yield

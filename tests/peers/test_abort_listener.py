@@ -24,7 +24,7 @@ from tests.reference import backward, eventually, group_store, logged, raises_so
 
 def begin(is_stopping: bool = False) -> AbortListener:
     listener = listen(Collectives(None))
-    listener.begin(lambda: is_stopping)
+    listener.begin_fit(lambda: is_stopping)
     dist.barrier()
     return listener
 
@@ -34,9 +34,9 @@ def look_late(look: Callable[[Any], bytes], store: Any) -> bytes:
     return look(store)
 
 
-def has_failed(listener: AbortListener, fit: int) -> bool:
-    """Whether a failure is in the store, which this rank may not have heard of."""
-    return listener.store.check(["news"]) and f"fit {fit}".encode() in listener.store.get("news")
+def has_failed(listener: AbortListener) -> bool:
+    """Whether a failure of this run is in the store, which this rank may not have heard of."""
+    return listener.store.check(["news"]) and f'"run": {listener.run}'.encode() in listener.store.get("news")
 
 
 @on_ranks(2)
@@ -44,7 +44,7 @@ def has_failed(listener: AbortListener, fit: int) -> bool:
 def test_the_first_failure_is_told_to_the_others() -> None:
     """Four ends that follow each other; in the last two rank 1 fails first."""
     rank, store = dist.get_rank(), group_store()
-    for fit, kind in enumerate(("none", "same", "different", "consequence"), 1):
+    for kind in ("none", "same", "different", "consequence"):
         with logged(abort_listener.__name__) as said:
             listener = begin()
             first_failed = kind in ("different", "consequence")
@@ -57,14 +57,14 @@ def test_the_first_failure_is_told_to_the_others() -> None:
                 store.wait(["consequence"])
             if (kind, rank) == ("different", 0):  # it hears late
                 listener.roll_call.look = partial(look_late, listener.roll_call.look)  # type: ignore[method-assign]
-                eventually(partial(has_failed, listener, fit))
+                eventually(partial(has_failed, listener))
             if kind != "none":
                 listener.failed(error)
             if first_failed and rank == 1:
                 other, _ = listener.roll_call.wait_until(lambda status: True)
-                assert other.heard_of == fit, "the reason may be gone with this process: it waits"
+                assert other.heard_of == listener.run, "the reason may be gone with this process: it waits"
             assert (listener.failure is not None) == (kind != "none")
-            listener.end()
+            listener.end_fit()
         told = ["rank 0 stops because rank 1 raised ValueError: seen by 1"] if first_failed and rank == 0 else []
         assert said == getattr(error, "__notes__", []) == told, kind
         dist.barrier()
@@ -168,9 +168,9 @@ def test_a_fit_may_begin_while_the_thread_is_at_the_last_ones_failure() -> None:
 
     with patch.object(AbortListener, "_end_training", late), patch.object(roll_call, "ANSWER_SECONDS", 0.5):
         listener.failed(ValueError("no such file"))
-        listener.end()
-        eventually(lambda: listener._fit.heard.is_set())
-        listener.begin(lambda: False)
+        listener.end_fit()
+        eventually(lambda: listener._run.heard.is_set())
+        listener.begin_fit(lambda: False)
         has_begun.set()
     dist.barrier()
     if dist.get_rank() == 1:

@@ -21,20 +21,20 @@ def summed(reports: list[Report], dtype: torch.dtype, used: list[set[int]] | Non
 
 @both_dtypes
 def test_a_control_vector_tells_what_ranks_reported(dtype: torch.dtype) -> None:
-    reports = [Report(7, steps=3, tokens=2**40 + 5), Report(7, steps=3, tokens=4097, failed=True, joined=True)]
+    reports = [Report(7, steps=3, tokens=2**40 + 5), Report(7, steps=3, tokens=4097, joined=True, to_end=True)]
     vector = summed(reports, dtype, [{0, 1}, {1}])
     control = Control(vector, 2)
-    assert (control.failed_ranks, control.joined_ranks) == (1, 1)
+    assert (control.ranks_to_end, control.joined_ranks) == (1, 1)
     assert [control.used_somewhere(slot) for slot in range(3)] == [True, True, False]
     assert ControlExchange(vector, 2).tokens().item() == 2**40 + 5 + 4097
 
 
 @both_dtypes
-def test_ranks_that_fail_and_ranks_that_are_to_end_are_counted_apart(dtype: torch.dtype) -> None:
-    for failed, to_end in [(0, 1), (1, 0), (1, 4095), (4095, 1), (4096, 0), (0, 4096)]:
-        reports = [Report(7, to_end=True)] * to_end + [Report(7, failed=True, to_end=True)] * failed
-        control = Control(summed(reports + [Report(7)] * (MOST - failed - to_end), dtype), MOST)
-        assert (control.failed_ranks, control.ranks_to_end) == (failed, to_end)
+def test_joined_ranks_and_ranks_that_ask_to_drop_the_pass_are_counted_apart(dtype: torch.dtype) -> None:
+    for joined, drop in [(0, 1), (1, 0), (1, 4095), (4095, 1), (4096, 0), (0, 4096)]:
+        reports = [Report(7, drop=True)] * drop + [Report(7, joined=True, drop=True)] * joined
+        control = Control(summed(reports + [Report(7)] * (MOST - joined - drop), dtype), MOST)
+        assert (control.joined_ranks, control.dropping_ranks) == (joined, drop)
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", [False, True, True]), ("cuda", [False, False, True])])

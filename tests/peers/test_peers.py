@@ -4,13 +4,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
-from lightning_bucketddp import PeerFailureError
+from lightning_bucketddp import PeerFailureError, RankMismatchError
 from lightning_bucketddp.peers import peers as peers_file
-from lightning_bucketddp.peers.abort_listener import listen
+from lightning_bucketddp.peers.abort_listener import AbortListener, listen
 from lightning_bucketddp.peers.peers import Peers
 
 MakeRanks = Callable[[int], list[Peers]]
@@ -32,8 +33,9 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRanks]:
     monkeypatch.setattr(peers_file, "POLL_SECONDS", 0.05)
 
     def make(world_size: int) -> list[Peers]:
-        store = HashStore()
-        made.extend(Collectives(rank, world_size, store) for rank in range(world_size))
+        if not made:
+            store = HashStore()
+            made.extend(Collectives(rank, world_size, store) for rank in range(world_size))
         return [Peers(collectives) for collectives in made]
 
     yield make
@@ -58,20 +60,35 @@ def test_an_error_of_a_dataloader_is_not_one_of_another_rank(ranks: MakeRanks) -
         assert type(caught.value) is kind
 
 
-def test_a_failure_is_known_until_the_next_pass_or_for_good(ranks: MakeRanks) -> None:
+def test_a_failure_ends_what_was_made_before_it_and_nothing_later(ranks: MakeRanks) -> None:
     first, second = ranks(2)
-    second.publish_failure("raised A", for_good=False)
-    second.publish_failure("raised B", for_good=False)
-    assert first.failure() == "rank 1 raised A", "the first cause stays"
-    first.here.end_pass()
-    assert first.failure() == "", "training goes on where all ranks raised"
-    first.raise_if_failed()
-    second.here.end_pass()
-    second.publish_failure("raised A", for_good=False)
-    second.publish_failure("gave up")
-    first.publish_failure("raised C", for_good=False)
-    for _ in range(2):
-        assert first.failure() == "rank 1 raised A"
-        with pytest.raises(PeerFailureError, match=r"rank 0: pass \d cannot be completed: rank 1 raised A"):
-            first.raise_if_failed()
-        first.here.end_pass()
+    second.fail("raised A")
+    second.fail("raised B")
+    first.look()
+    first.fail("raised C")
+    for peers in (first, second, first):
+        with pytest.raises(PeerFailureError, match=r"^rank \d: pass 0 cannot be completed: rank 1 raised A\."):
+            peers.require_usable()
+    later = ranks(2)  # they wrap anew
+    for peers in later:
+        peers.look()
+        peers.require_usable()
+    later[1].failed_by(RankMismatchError("rank 1: ranks met in different passes"))
+    with pytest.raises(RankMismatchError, match=r"^rank 1: ranks met in different passes$"):
+        later[1].require_usable()
+    assert first.failure is not None
+
+
+@patch.object(AbortListener, "abort")
+def test_a_process_that_ends_after_a_failure_ends_later_runs_too(abort: Mock, ranks: MakeRanks) -> None:
+    first, second = ranks(2)
+    second._listener.end_all_runs()
+    first.look()
+    assert first.failure is None, "it has not failed"
+    abort.assert_not_called()
+    second.fail("raised A")
+    second._listener.end_all_runs()
+    later, _ = ranks(2)
+    later.look()
+    assert later.failure is not None
+    assert later.failure.text == "rank 1 raised A"

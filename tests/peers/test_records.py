@@ -28,7 +28,7 @@ STATUS = Status(
 RECORDS: list[tuple[Any, Any]] = [
     (tuple[int, Sequence[Status]], (4, (STATUS, Status(1)))),
     (Failure, Failure("rank 1 raised KeyError: 'é'", mismatch=True)),
-    (News, News(3, 1, {"fit 1": Failure("rank 0 raised OSError", for_good=False, pass_number=3)}, end=True)),
+    (News, News(3, 1, Failure("rank 0 raised OSError", run=3), end=True)),
     (Sequence[tuple[str, str]], (Entry("parameter 'a'", "shape (3,)"),)),
 ]
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_bucketddp.comm import lane, work
+from lightning_bucketddp.comm import lane
 from lightning_bucketddp.comm.lane import StreamLane, Streams
-from lightning_bucketddp.comm.work import Stage, Stages
+from lightning_bucketddp.comm.work import DirectWork, Stage, Stages, Work
 from lightning_bucketddp.optim.lazy_all_gather import Arrival
 from tests.accelerator import DEVICE, simulated
 from tests.pool import RunRanks, on_ranks
@@ -42,7 +42,7 @@ def in_lane(change: Callable[[Stage], Stage]) -> AbstractContextManager[object]:
     """Let the lane for accelerators see other stages."""
     run = StreamLane.run
 
-    def changed(self: StreamLane, stages: Stages, common: bool = False) -> work.Work:
+    def changed(self: StreamLane, stages: Stages, common: bool = False) -> Work:
         return run(self, map(change, stages), common)
 
     return patch.object(StreamLane, "run", changed)
@@ -68,9 +68,9 @@ def first_stream_alone(self: Arrival) -> None:
     self.forget()
 
 
-def wait_on_host_alone(handle: Any, poll: Any, wait: Any = work.wait_for) -> None:
-    if poll is not None:
-        wait(handle, poll)
+def wait_on_host_alone(work: DirectWork, wait: Any = DirectWork.wait) -> None:
+    if work._on_host:
+        wait(work)
 
 
 MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[object]], Case]] = {
@@ -87,11 +87,11 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[object]], Case]] = 
         Case(),
     ),
     "current stream waits for the side stream": (
-        lambda: patch.object(lane._StreamWork, "wait", lambda self, poll=None: None),
+        lambda: patch.object(lane._StreamWork, "wait", lambda self: None),
         Case(),
     ),
     "current stream waits for a collective": (
-        lambda: patch.object(work, "wait_for", wait_on_host_alone),
+        lambda: patch.object(DirectWork, "wait", wait_on_host_alone),
         Case({"module_buffers": "mean"}, model=Pictures),
     ),
     "every stream awaits parameters": (

@@ -297,10 +297,14 @@ def failure_on_one_rank() -> None:
         loss.backward()
 
 
-def fail(net: BucketDDP) -> None:
-    mark("failing")
+@partial(scenario, fresh=True)
+def failure_on_all_ranks() -> None:
+    net = wrap(models.Fragile(), bucket_cap_mb=0.0001)
+    train(net)
+    mark("step 2")
+    loss = loss_at(net, 2, fail=True)
     with pytest.raises(ArithmeticError):
-        loss_at(net, 2, fail=True).backward()
+        loss.backward()
 
 
 def evaluate_on_rank_0(net: BucketDDP) -> None:
@@ -311,7 +315,6 @@ def evaluate_on_rank_0(net: BucketDDP) -> None:
             loss_at(net.train())
 
 
-trains("failure_on_all_ranks", models.Fragile, {"bucket_cap_mb": 0.0001}, between=fail)
 trains("evaluation_on_one_rank", ConvBatchNorm, between=evaluate_on_rank_0)
 for choice in ("broadcast", "mean", "off"):
     trains(f"module_buffers_{choice}", ConvBatchNorm, {"module_buffers": choice})

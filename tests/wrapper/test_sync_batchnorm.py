@@ -16,10 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
 from lightning_bucketddp import convert_sync_batchnorm as convert
 from lightning_bucketddp import revert_sync_batchnorm as revert
-from lightning_bucketddp.reducer import reducer
-from lightning_bucketddp.reducer.reducer import PassState
 from lightning_bucketddp.wrapper.sync_batchnorm import SyncBatchNorm, links_of
-from tests.inside import reducer_of
 from tests.lightning_models import Regression, close_to, data, ours, trainer
 from tests.models import Branches, ConvBatchNorm, RaiseInBackward, batch
 from tests.pool import on_ranks
@@ -181,7 +178,7 @@ def test_a_loss_that_reaches_no_layer_counts_as_zero() -> None:
 
 def fails_on_rank_1(where: str) -> None:
     net = nn.Sequential(ConvBatchNorm(), nn.Identity())
-    model, rank, reducer.SETTLE_SECONDS = BucketDDP(convert(net)), dist.get_rank(), 2  # type: ignore[misc]
+    model, rank = BucketDDP(convert(net)), dist.get_rank()
     if rank == 1 and where == "forward":
         net[0].norm.register_forward_pre_hook(lambda *_: 1 / 0)
     if rank == 1 and where == "backward":
@@ -192,7 +189,7 @@ def fails_on_rank_1(where: str) -> None:
         model._publish_failure(error)  # as the strategy does
         raise
     finally:
-        assert rank == 1 or reducer_of(model).state is PassState.FAILED
+        assert model._passes.peers.failure is not None
 
 
 def misses(what: str) -> None:
