@@ -16,6 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.peers.status import Phase, Status
 from lightning_bucketddp.replicas.forward import ReplicatedForward
 from tests.models import Mlp, batch, loss_of
@@ -134,6 +137,12 @@ def eventually(condition: Callable[[], object], seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came"
         time.sleep(0.002)
+
+
+def all_ranks(device: torch.device | None = None) -> Ranks:
+    """The ranks of the default group. All must call this."""
+    collectives = Collectives(None, device)
+    return Ranks(collectives, Peers(collectives))
 
 
 def group_store() -> dist.Store:

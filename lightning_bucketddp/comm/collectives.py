@@ -104,7 +104,8 @@ class Collectives(Group):
             return
         value = torch.full((1,), float(self.rank), device=device)
         try:
-            dist.all_reduce(value, op=dist.ReduceOp.AVG, group=self.group)
+            handle = dist.all_reduce(value, op=dist.ReduceOp.AVG, group=self.group, async_op=True)
+            self._work(iter([Stage(handle)]), value).wait()
         except (RuntimeError, ValueError) as error:
             if "AVG" not in str(error):
                 raise

@@ -27,6 +27,7 @@ from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage, Taken
 from lightning_bucketddp.layout.plan import Layout
+from lightning_bucketddp.peers.ranks import Ranks
 
 
 class Sharded(Storage):
@@ -37,12 +38,14 @@ class Sharded(Storage):
         buckets: The buckets.
         layout: The place of each slot.
         streams: The streams on which gradients are made.
-        groups: The ranks that divide the shards.
+        groups: The groups in which shards travel.
+        inside: The ranks that divide the shards.
         keep_shards: Whether only shards have memory between passes. Whole buckets then have memory during passes.
 
     Attributes:
         layout: The present layout.
-        groups: The ranks that divide the shards.
+        groups: The groups in which shards travel.
+        inside: The ranks that divide the shards.
         shards: This rank's shards.
     """
 
@@ -53,11 +56,12 @@ class Sharded(Storage):
         layout: Layout,
         streams: Streams,
         groups: ShardGroups,
+        inside: Ranks,
         keep_shards: bool,
     ) -> None:
         self._inner = Contiguous(table, buckets, layout, streams, main_grads=False)
         self._table, self._buckets = table, buckets
-        self.groups, self._keep_shards = groups, keep_shards
+        self.groups, self.inside, self._keep_shards = groups, inside, keep_shards
         self._whole_freed = False  # whether whole buckets have no memory
         # Slots to whose published gradient this pass adds. None between passes.
         self._accumulating: set[int] | None = None
@@ -73,7 +77,7 @@ class Sharded(Storage):
             self._sharded.append(ShardedGrad.of(shape, spec.name, partial(self._pieces, slot), self._sum_over_ranks))
 
     def _sum_over_ranks(self, tensor: Tensor) -> None:
-        self.groups.inside.all_reduce_sum(tensor).wait()  # other groups have the same shards
+        self.inside.total(tensor, "a sum over the shards of gradients")  # other groups have the same shards
 
     def _pieces(self, slot: int) -> tuple[Tensor, list[Tensor]]:
         """A slot's part, and all tensors that an operation on its gradient changes."""

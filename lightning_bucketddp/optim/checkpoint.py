@@ -32,14 +32,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.host_copy import HostCopy
 from lightning_bucketddp.optim import checkpoint_places as places
 from lightning_bucketddp.optim.checkpoint_planners import Chunks, ChunksLoadPlanner, ChunksSavePlanner
-from lightning_bucketddp.optim.checkpoint_writer import CheckpointWriter, together
+from lightning_bucketddp.optim.checkpoint_writer import CheckpointWriter
 from lightning_bucketddp.optim.parts import ParamPart, Parts
 from lightning_bucketddp.optim.stepped import SHARD_KEY, STATE_DICT_KEY, params_of
 from lightning_bucketddp.optim.swap import Swap, swap_of
+from lightning_bucketddp.peers.ranks import Ranks
 
 _log = logging.getLogger("lightning_bucketddp")
 
@@ -52,7 +52,7 @@ class ShardedCheckpoint:
 
     Args:
         module: The module.
-        collectives: The group.
+        ranks: The ranks.
         parts: This rank's part of each parameter; all of it if None.
         prepare: Called with each optimizer first; gives it shards or masters.
     """
@@ -60,11 +60,11 @@ class ShardedCheckpoint:
     def __init__(
         self,
         module: nn.Module,
-        collectives: Collectives,
+        ranks: Ranks,
         parts: Parts | None,
         prepare: Callable[[Optimizer], Swap | None],
     ) -> None:
-        self._module, self._collectives, self._parts, self._prepare = module, collectives, parts or Parts(), prepare
+        self._module, self._ranks, self._parts, self._prepare = module, ranks, parts or Parts(), prepare
         self._names = {id(param): name for name, param in module.named_parameters()}
 
     # -- saving --------------------------------------------------------------------------------------
@@ -81,9 +81,9 @@ class ShardedCheckpoint:
 
         With a writer, values are copied to the host here, and the writer's thread writes the copies.
         """
-        first, what, partial = self._collectives.rank == 0, f"saving to {path}", places.partial_of(path)
+        first, what, partial = self._ranks.rank == 0, f"saving to {path}", places.partial_of(path)
         if writer is None:
-            group, storage = self._collectives.group, FileSystemWriter(partial)
+            group, storage = self._ranks.collectives.group, FileSystemWriter(partial)
         else:  # values are on the host then: the thread asks for no device
             group, storage = writer.group, FileSystemWriter(partial, per_thread_copy_ahead=0)
 
@@ -113,9 +113,9 @@ class ShardedCheckpoint:
                 if first and not places.is_complete(partial):
                     shutil.rmtree(partial, ignore_errors=True)  # is there if somebody has failed
 
-        values, data = together(self._collectives, what, collect)
+        values, data = self._ranks.together(what, collect)
         if writer is None:
-            together(self._collectives, what, write)
+            self._ranks.together(what, write)
         else:
             writer.save(path, write)
 
@@ -124,7 +124,7 @@ class ShardedCheckpoint:
 
         Of the others each rank writes some, as many bytes as the other ranks.
         """
-        rank, sums, own = self._collectives.rank, [0] * self._collectives.world_size, set()
+        rank, sums, own = self._ranks.rank, [0] * self._ranks.world_size, set()
         for name, param in self._module.named_parameters():
             writes = rank
             if self._parts.find(param) is None:
@@ -136,7 +136,7 @@ class ShardedCheckpoint:
 
     def _module_values(self, own: set[str]) -> dict[str, Any]:
         """Return the entries of the module's state dict that this rank offers to write."""
-        first, state_dict = self._collectives.rank == 0, self._module.state_dict(keep_vars=True)
+        first, state_dict = self._ranks.rank == 0, self._module.state_dict(keep_vars=True)
         # Module buffers are rank 0's, as in any checkpoint: they may differ between synchronisations.
         return {
             name: _storable(self._memory(value))
@@ -164,7 +164,7 @@ class ShardedCheckpoint:
             if STATE_DICT_KEY in entries:
                 values[STATE_DICT_KEY][name] = entries.pop(STATE_DICT_KEY)
             values["state"][name] = entries
-        if self._collectives.rank == 0:
+        if self._ranks.rank == 0:
             named = zip(packed.pop("param_groups"), groups, strict=True)
             values["param_groups"] = _storable([{**group, "params": names} for group, names in named])
             rest = {key: value for key, value in packed.items() if key not in (SHARD_KEY, STATE_DICT_KEY)}
@@ -180,7 +180,7 @@ class ShardedCheckpoint:
         """Load from a directory; return the caller's ``extra``."""
         left = places.found(path)
         if left != path:
-            _log.warning("rank %d: expected %s, found %s, as a save was killed", self._collectives.rank, path, left)
+            _log.warning("rank %d: expected %s, found %s, as a save was killed", self._ranks.rank, path, left)
         what, path, reader = f"loading from {path}", left, FileSystemReader(left)
         self._parts.wait()
 
@@ -194,17 +194,17 @@ class ShardedCheckpoint:
             self._require_fit(paths, optimizers, strict and with_module)
             return self._room(metadata, optimizers, with_module), paths
 
-        flat, paths = together(self._collectives, what, make_room)
+        flat, paths = self._ranks.together(what, make_room)
 
         def read() -> None:
-            load(flat, storage_reader=reader, planner=ChunksLoadPlanner(), process_group=self._collectives.group)
+            load(flat, storage_reader=reader, planner=ChunksLoadPlanner(), process_group=self._ranks.collectives.group)
 
-        together(self._collectives, what, read)
+        self._ranks.together(what, read)
         values = {
             key: value.part.shaped(value.flat) if isinstance(value, Chunks) else value for key, value in flat.items()
         }
         nested = unflatten_state_dict(values, paths)
-        together(self._collectives, what, lambda: self._apply(nested, optimizers))
+        self._ranks.together(what, lambda: self._apply(nested, optimizers))
         self._parts.replaced()
         return nested.get("extra", {})
 

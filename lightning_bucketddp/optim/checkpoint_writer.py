@@ -6,47 +6,15 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.devices import use_in_this_thread
 from lightning_bucketddp.comm.groups import abort
+from lightning_bucketddp.peers.ranks import Ranks
+from lightning_bucketddp.peers.status import Phase
 
 _log = logging.getLogger("lightning_bucketddp")
-
-_SAME_ON_ALL_RANKS = (ValueError, TypeError, FileExistsError, RuntimeError)
-"""Errors that all ranks raise in the class that one rank raised. Other errors become a RuntimeError."""
-
-
-def together(collectives: Collectives, what: str, run: Callable[[], Any]) -> Any:
-    """Call ``run`` on every rank; if it raises on some, raise on all.
-
-    Args:
-        collectives: The ranks. All must call this.
-        what: What ``run`` does, for the error.
-        run: Returns this function's result.
-
-    Raises:
-        Exception: One of the errors that callers expect, with the first rank's text.
-        RuntimeError: If it was any other error.
-    """
-    problem: BaseException | None = None
-    try:
-        result = run()
-    except CheckpointException as error:  # torch raises it on every rank
-        problem, _ = error.failures.get(collectives.rank, (None, None))
-    except Exception as error:
-        problem = error
-    kept = next((kind for kind in _SAME_ON_ALL_RANKS if isinstance(problem, kind)), None)
-    other = None if problem is None else (RuntimeError, f"{type(problem).__name__}: {problem}")
-    mine = other if kept is None else (kept, str(problem))  # not the error itself, which may not be picklable
-    failed = {rank: found for rank, found in enumerate(collectives.exchange_objects(mine)) if found is not None}
-    if failed:
-        kind, message = next(iter(failed.values()))
-        raise kind(f"{what} failed on rank {', '.join(map(str, failed))}: {message}") from problem
-    return result
 
 
 class CheckpointWriter:
@@ -60,17 +28,17 @@ class CheckpointWriter:
     threads waiting.
 
     Args:
-        collectives: The ranks.
+        ranks: The ranks.
 
     Attributes:
         group: The thread's group.
     """
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-        collectives.exchange_objects(None)  # torch makes a group without hearing that another rank has failed
-        self.group = collectives.split([range(collectives.world_size)], backend="gloo").group
-        collectives.exchange_objects(None)  # a thread that fails aborts the group; other ranks have connected by then
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, collectives, what = ranks, ranks.collectives, "the process group of checkpoints"
+        ranks.objects(None, what)  # torch makes a group without hearing that another rank has failed
+        self.group = collectives.split([range(ranks.world_size)], backend="gloo").group
+        ranks.objects(None, what)  # a thread that fails aborts the group; other ranks have connected by then
         device = (collectives.device,)  # for whose copies it waits
         self._thread = ThreadPoolExecutor(1, "bucketddp-checkpoint-writer", use_in_this_thread, device)
         self._step = -1
@@ -135,11 +103,17 @@ class CheckpointWriter:
             return
         what, tasks = f"saving to {', '.join(map(str, self._paths))}", self._tasks
         self._paths, self._tasks = [], []
-        together(self._collectives, what, lambda: [task.result() for task in tasks])
+
+        def await_thread() -> None:
+            with self._ranks.peers.here.waiting("checkpoints that are being written", Phase.RUNS):
+                for task in tasks:
+                    task.result()
+
+        self._ranks.together(what, await_thread)
 
     def end(self) -> None:
         """Wait for what this rank writes, whatever the other ranks do. Log what has failed, and end the thread."""
         self._thread.shutdown()
         for error in filter(None, (task.exception() for task in self._tasks)):
             what = ", ".join(map(str, self._paths))
-            _log.error("rank %d: saving to %s failed: %s", self._collectives.rank, what, error)
+            _log.error("rank %d: saving to %s failed: %s", self._ranks.rank, what, error)

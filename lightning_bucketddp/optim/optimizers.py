@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.devices import has_foreach
 from lightning_bucketddp.grads.sharded import Sharded
 from lightning_bucketddp.grads.sharded_grad import ShardedGrad
@@ -30,6 +29,7 @@ from lightning_bucketddp.optim.sharded_params import ShardedParams
 from lightning_bucketddp.optim.stepped import SHARD_KEY, STATE_DICT_KEY, gets_master, params_of
 from lightning_bucketddp.optim.swap import Swap, holders_of_masters, master_params, swap_of
 from lightning_bucketddp.peers.agreement import WrapError
+from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.participant import Participant
 from lightning_bucketddp.reducer.passes import Passes
@@ -47,7 +47,7 @@ class Optimizers(Participant):
         module: The module.
         known: Set of optimizers; gets each one that was prepared.
         passes: The module's passes.
-        collectives: The group.
+        ranks: The ranks.
         options: The options.
 
     Attributes:
@@ -55,15 +55,15 @@ class Optimizers(Participant):
     """
 
     def __init__(
-        self, module: nn.Module, known: WeakSet[Optimizer], passes: Passes, collectives: Collectives, options: Options
+        self, module: nn.Module, known: WeakSet[Optimizer], passes: Passes, ranks: Ranks, options: Options
     ) -> None:
-        self._module, self._known, self._passes, self._collectives = module, known, passes, collectives
+        self._module, self._known, self._passes, self._ranks = module, known, passes, ranks
         self._with_masters, self._mixes_dtypes = bool(options.master_params), options.grad_dtype is not None
         self._sharded: WeakKeyDictionary[Optimizer, Swap] = WeakKeyDictionary()  # close() detaches swaps
         self._params: ShardedParams | None = None
         storage, planner = passes.reducer.storage, passes.wrapped.built.planner
         if isinstance(storage, Sharded):
-            self._params = ShardedParams(module, passes.reducer.table, storage, planner, passes.peers)
+            self._params = ShardedParams(module, passes.reducer.table, storage, planner, ranks.peers)
             passes.wrapped.add(self)
         self.parts: Parts = self._params or Parts()
 
@@ -215,9 +215,7 @@ class Optimizers(Participant):
         if self._params is not None and (found := self._params.find(param)) is not None:
             mine = param.grad.own_part if isinstance(param.grad, ShardedGrad) else None
             what = f"the gradient of {found.spec.name!r}"
-            with self._passes.peers.waiting_for(what):
-                holds_part = self._collectives.exchange_objects(mine is not None)
-            if any(holds_part):  # ranks may differ
+            if any(self._ranks.objects(mine is not None, what)):  # ranks may differ
                 flat = self._params.gather(found.part.bucket, found.spec.dtype, [(found, mine)], what)
                 return found.whole_in_bucket(flat).clone()
         return None if param.grad is None else param.grad.detach().clone()
@@ -229,7 +227,7 @@ class Optimizers(Participant):
         # Imported late: torch.distributed.checkpoint takes as long to import as the rest of this package.
         from lightning_bucketddp.optim.checkpoint import ShardedCheckpoint
 
-        return ShardedCheckpoint(self._module, self._collectives, self.parts, self.prepare)
+        return ShardedCheckpoint(self._module, self._ranks, self.parts, self.prepare)
 
     @torch.no_grad()
     def state_dict(self, optimizer: Optimizer, mine: bool) -> dict[str, Any] | None:
@@ -309,9 +307,8 @@ class Optimizers(Participant):
                 if isinstance(value, Tensor):
                     entries[key] = value.dtype if found[index].is_split(key, value) else value.detach().cpu()
         # Counted, so that a rank that alone saves is told so.
-        with self._passes.peers.waiting_for("the entries of the optimizer's state", Phase.AGREEMENT):
-            known = {index: entries for index, entries in mine.items() if entries}
-            return ChainMap(*self._collectives.exchange_objects(known))
+        known = {index: entries for index, entries in mine.items() if entries}
+        return ChainMap(*self._ranks.objects(known, "the entries of the optimizer's state", Phase.AGREEMENT))
 
     # -- layout ----------------------------------------------------------------------------------------
 

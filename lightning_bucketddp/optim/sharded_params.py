@@ -88,7 +88,7 @@ class ShardedParams(Parts):
         for part, value in parts:
             if value is not None:
                 part.in_bucket(flat).copy_(part.run(value))
-        with self._peers.waiting_for(what):
+        with self._storage.inside.waiting_for(what):
             self._storage.groups.inside.all_gather_shards(flat).wait()
         return flat
 
@@ -102,9 +102,7 @@ class ShardedParams(Parts):
         """
         parts = [shard for shard in shards if shard.numel()] or [torch.zeros_like(norm)]
         device, mine = self._slots.all_params[0].device, nn.utils.get_total_norm(parts, norm_type)
-        with self._peers.waiting_for("the norm of the gradients"):
-            norms, work = self._storage.groups.inside.all_gather(mine.to(device, norm.dtype))
-            work.wait()
+        norms = self._storage.inside.gather(mine.to(device, norm.dtype), "the norm of the gradients")
         return torch.linalg.vector_norm(torch.stack([*norms, norm.to(device)]), norm_type)
 
     # -- steps ---------------------------------------------------------------------------------------

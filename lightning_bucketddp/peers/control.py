@@ -28,13 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.devices import is_accelerator
 from lightning_bucketddp.comm.host_copy import HostCopy
 from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.peers.agreement import RankMismatchError
 from lightning_bucketddp.peers.end_signals import end_signals
-from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.ranks import Ranks
 
 HEADER = 30
 MAX_RANKS_IN_FP32 = 4096
@@ -204,16 +203,15 @@ class ControlChannel:
     numbers of forwards because one skipped a backward: this warns of it, once.
 
     Args:
-        collectives: The group.
-        peers: The other ranks.
+        ranks: The ranks.
         device: The device of the gradients.
 
     Attributes:
         last: The control vector of the last pass; on accelerators, those of the last two.
     """
 
-    def __init__(self, collectives: Collectives, peers: Peers, device: torch.device) -> None:
-        self._collectives, self._peers, self._device = collectives, peers, device
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._collectives, self._peers, self._device = ranks.collectives, ranks.peers, device
         self.last: deque[ControlExchange] = deque(maxlen=2 if is_accelerator(device) else 1)
         self._unread: deque[ControlExchange] = deque()
         self._warned_of_forwards = False

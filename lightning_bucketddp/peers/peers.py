@@ -151,7 +151,12 @@ class Peers:
         with self.here.waiting(what, phase), polling(self.poll):
             try:
                 yield
-            except (PeerFailureError, RankMismatchError, CommHookError) as error:
+            except (PeerFailureError, RankMismatchError) as error:
+                self.failed_by(error)
+                raise
+            except CommHookError as error:
+                self.look()
+                self.require_usable()  # another rank's failure, of which the hook's collective knows no more
                 self.failed_by(error)
                 raise
             except RuntimeError as error:

@@ -18,6 +18,7 @@ from lightning_bucketddp.grads.sharded import Sharded
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.peers.control import MAX_RANKS_IN_FP32
+from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.reducer.context import WrapperContext
 from lightning_bucketddp.reducer.limits import GradientLimits
 from lightning_bucketddp.reducer.participant import Participant
@@ -60,14 +61,15 @@ def build_reducer(
         others: Further participants, from outside of this folder.
         open_pass: Called with the first parameter that gets a gradient while no pass is open.
     """
-    options, collectives, peers, params = context.options, context.collectives, context.peers, context.params
+    options, ranks, params = context.options, context.ranks, context.params
+    collectives = ranks.collectives
     table = SlotTable(params.named, params.sparse)
     planner = LayoutPlanner(table, options, collectives.world_size, context.one_machine)
     buckets = Buckets(table, planner)
     storage = _storage(context, table, buckets, planner, hook)
-    trainable = TrainableHistory(table, peers)
-    learner = OrderLearner(table, planner, collectives, peers, sharded=context.groups is not None)
-    sparse = SparseGrads(table, collectives, peers, context.divisor, options.max_abs_grad)
+    trainable = TrainableHistory(table, ranks.peers)
+    learner = OrderLearner(table, planner, ranks, sharded=context.groups is not None)
+    sparse = SparseGrads(table, ranks, context.divisor, options.max_abs_grad)
     members: list[Participant] = [context.recorder, context.divisor]
     if options.max_abs_grad is not None:
         members.append(GradientLimits(table, storage, options.max_abs_grad, collectives.rank))
@@ -96,11 +98,12 @@ def _storage(
 ) -> Storage:
     options, streams, layout = context.options, context.streams, planner.plan()
     if context.groups is not None:
-        return Sharded(table, buckets, layout, streams, context.groups, options.scatter_every_pass)
+        inside = Ranks(context.groups.inside, context.ranks.peers)
+        return Sharded(table, buckets, layout, streams, context.groups, inside, options.scatter_every_pass)
     if not options.use_contiguous_buffers:
         return Coalesced(table, buckets, layout)
     plain = hook is None and options.wire_dtype is None
-    with_control = plain and 1 < context.collectives.world_size <= MAX_RANKS_IN_FP32
+    with_control = plain and 1 < context.ranks.world_size <= MAX_RANKS_IN_FP32
     all_main_grads = options.grad_dtype is not None
     return Contiguous(table, buckets, layout, streams, all_main_grads=all_main_grads, with_control=with_control)
 
@@ -112,4 +115,4 @@ def _reduction(context: WrapperContext, storage: Storage, hook: CommHook | None)
         return HookReduce(hook, storage, hook.one_at_a_time(context.device))
     if context.groups is not None:
         return ReduceScatter(context.groups, wire_dtype)
-    return AllReduce(context.collectives, wire_dtype)
+    return AllReduce(context.ranks.collectives, wire_dtype)

@@ -6,10 +6,8 @@ from collections.abc import Callable, Container
 
 from torch import nn
 
-from lightning_bucketddp.comm.broadcast import broadcast_tensors
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.peers.agreement import Entry, WrapError
-from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.reducer.params import Params
 from lightning_bucketddp.reducer.participant import Participant, PassResult
 
@@ -19,17 +17,16 @@ class ParamChanges(Participant):
 
     Args:
         params: The module's parameters.
-        collectives: The group.
-        peers: The other ranks.
+        ranks: The ranks.
         init_sync: Whether new parameters get rank 0's values, as wrapping gives them.
 
     Attributes:
         params: The module's parameters.
     """
 
-    def __init__(self, params: Params, collectives: Collectives, peers: Peers, init_sync: bool) -> None:
+    def __init__(self, params: Params, ranks: Ranks, init_sync: bool) -> None:
         self.params = params
-        self._collectives, self._peers = collectives, peers
+        self._ranks, self._peers = ranks, ranks.peers
         self._init_sync = init_sync
         self._agreed_changes = params.changes
         self._new: list[nn.Parameter] = []  # no rank has sent their values yet
@@ -61,7 +58,7 @@ class ParamChanges(Participant):
         return True
 
     def _require_devices_of_the_same_type(self) -> None:
-        wrapped = self._collectives.device
+        wrapped = self._ranks.collectives.device
         for name, param in self.params.named:
             if wrapped is not None and param.device.type != wrapped.type:
                 raise WrapError(
@@ -90,6 +87,5 @@ class ParamChanges(Participant):
     def use_reports(self, result: PassResult) -> None:
         """Give new parameters rank 0's values, as wrapping does."""
         if self._new and self._init_sync:
-            with self._peers.waiting_for("the values of new parameters"):
-                broadcast_tensors(self._new, self._collectives, hidden=True)
+            self._ranks.broadcast(self._new, "the values of new parameters", hidden=True)
         self._new = []

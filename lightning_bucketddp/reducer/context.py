@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.lane import Streams, separate_stages
 from lightning_bucketddp.comm.queue import WrapperQueue
 from lightning_bucketddp.comm.shard_groups import ShardGroups
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.peers.control import ControlChannel
-from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.reducer.changes import ParamChanges
 from lightning_bucketddp.reducer.divisor import GradientDivisor
 from lightning_bucketddp.reducer.joining import Joining
@@ -27,8 +26,7 @@ class WrapperContext:
 
     Args:
         params: The module's parameters; the same on every rank.
-        collectives: The group.
-        peers: The other ranks.
+        ranks: The ranks.
         options: The user's options.
         one_machine: Whether the ranks share one machine; agreed between them.
 
@@ -47,28 +45,27 @@ class WrapperContext:
     """
 
     params: Params
-    collectives: Collectives
-    peers: Peers
+    ranks: Ranks
     options: Options
     one_machine: bool
     streams: Streams = field(default_factory=Streams)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
-        options, collectives, peers = self.options, self.collectives, self.peers
+        options, ranks, collectives = self.options, self.ranks, self.ranks.collectives
         self.device = self.params.named[0][1].device
-        self.changes = ParamChanges(self.params, collectives, peers, options.init_sync)
-        self.joining = Joining(peers)
+        self.changes = ParamChanges(self.params, ranks, options.init_sync)
+        self.joining = Joining(ranks.peers)
         self.divisor = GradientDivisor(options.gradient_divide_by, collectives, self.joining)
-        self.recorder = PassRecorder(peers)
-        self.control = ControlChannel(collectives, peers, self.device)
+        self.recorder = PassRecorder(ranks.peers)
+        self.control = ControlChannel(ranks, self.device)
         every, on_difference = options.check_ranks_every, options.check_ranks
-        self.ranks_check = None if every is None else RanksCheck(collectives, peers, every, on_difference)
+        self.ranks_check = None if every is None else RanksCheck(ranks, every, on_difference)
         self.queue = WrapperQueue(collectives.group)
         self.groups = ShardGroups(collectives, options.shard_group_size) if options.shard_optimizer else None
         self.skips: StepSkips | None = None
         if options.skips_steps:
-            self.skips = StepSkips(options, collectives, self.groups, peers, self.device)
+            self.skips = StepSkips(options, ranks, self.groups, self.device)
         first = collectives if self.groups is None else self.groups.inside
         second = collectives if self.groups is None else self.groups.across
         separate_stages(collectives, first, second if options.wire_dtype else None, self.device, self.one_machine)

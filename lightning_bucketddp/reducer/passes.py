@@ -35,7 +35,7 @@ class Passes:
     """
 
     def __init__(self, context: WrapperContext, hook: CommHook | None, others: Sequence[Participant]) -> None:
-        self._context, self.peers, self.joining = context, context.peers, context.joining
+        self._context, self.peers, self.joining = context, context.ranks.peers, context.joining
         self.wrapped = Wrapped(context, hook, others, self.open_by_gradient)
         self.synchronise = True
         self._root_synchronises = True

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.host_copy import HostCopy
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.layout.options import OnDifference
 from lightning_bucketddp.peers.agreement import RankMismatchError
 from lightning_bucketddp.peers.control import ControlExchange
-from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.peers.report import in_words
 from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.participant import Participant, PassResult
@@ -64,14 +63,13 @@ class RanksCheck(Participant):
     Where ranks have joined they may differ, so such a pass is not looked at.
 
     Args:
-        collectives: The group.
-        peers: The other ranks.
+        ranks: The ranks.
         every: How many passes.
         on_difference: Whether a difference is a warning, once, or an error.
     """
 
-    def __init__(self, collectives: Collectives, peers: Peers, every: int, on_difference: OnDifference) -> None:
-        self._collectives, self._peers = collectives, peers
+    def __init__(self, ranks: Ranks, every: int, on_difference: OnDifference) -> None:
+        self._ranks, self._peers = ranks, ranks.peers
         self._every, self._on_difference = every, on_difference
         self._params: list[tuple[str, nn.Parameter]] = []
         self._comparison: _Comparison | None = None
@@ -117,7 +115,7 @@ class RanksCheck(Participant):
         Args:
             exchange: The control vector of the pass; None between passes.
         """
-        if self._warned or self._collectives.world_size == 1 or not self._params:
+        if self._warned or self._ranks.world_size == 1 or not self._params:
             return
         names, device = [name for name, _ in self._params], self._params[0][1].device
         sums = torch.stack([_sum_of_bits(param).to(device, torch.int64) for _, param in self._params])
@@ -155,10 +153,7 @@ class RanksCheck(Participant):
         warnings.warn(f"{message}. This warning is not repeated", stacklevel=2)
 
     def _gathered(self, mine: Tensor) -> Tensor:
-        with self._peers.waiting_for("the comparison of parameters", Phase.PASS):
-            gathered, work = self._collectives.all_gather(mine)
-            work.wait()
-        return gathered
+        return self._ranks.gather(mine, "the comparison of parameters", Phase.PASS)
 
 
 def _sum_of_bits(param: Tensor) -> Tensor:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.grads.planner import LayoutPlanner
 from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
 from lightning_bucketddp.layout.plan import Layout
-from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.participant import Participant
 from lightning_bucketddp.reducer.state import Origin, Pass
@@ -26,19 +25,15 @@ class OrderLearner(Participant):
     Args:
         table: The slots.
         planner: Plans layouts.
-        collectives: The group.
-        peers: The other ranks.
+        ranks: The ranks.
         sharded: Whether shards lie in the buckets.
 
     Attributes:
         lessons: What was learned, in simple types, for checkpoints.
     """
 
-    def __init__(
-        self, table: SlotTable, planner: LayoutPlanner, collectives: Collectives, peers: Peers, sharded: bool
-    ) -> None:
-        self._table, self._planner = table, planner
-        self._collectives, self._peers = collectives, peers
+    def __init__(self, table: SlotTable, planner: LayoutPlanner, ranks: Ranks, sharded: bool) -> None:
+        self._table, self._planner, self._ranks = table, planner, ranks
         self._teaches = planner.overlap
         self._sharded = sharded
         self._opened: Pass | None = None
@@ -90,10 +85,10 @@ class OrderLearner(Participant):
             return None
         slots, settled = range(len(self._table)), self._planner.settled is not None
         seen = [[self._position.get(slot, 0), slot in self._position, slot in self._repeated] for slot in slots]
-        with self._peers.waiting_for("the order of gradients", Phase.PASS):
+        with self._ranks.waiting_for("the order of gradients", Phase.PASS):  # for the device, too
             summed = torch.tensor([*seen, [settled, 0, 0]]).to(self._table.all_params[0].device)
-            self._collectives.all_reduce_sum(summed.view(-1)).wait()
-        *rows, (settled, _, _) = summed.tolist()
+            self._ranks.collectives.all_reduce_sum(summed.view(-1)).wait()
+            *rows, (settled, _, _) = summed.tolist()
         positions = [total / ranks if ranks else None for total, ranks, _ in rows]
         if all(position is None for position in positions):
             return None

@@ -78,7 +78,7 @@ class Reducer:
     ) -> None:
         self.table, self.buckets, self.storage = table, buckets, storage
         self.reduction, self.lanes, self.participants = reduction, lanes, participants
-        self._context, self.peers = context, context.peers
+        self._context, self.peers = context, context.ranks.peers
         self.state = PassState.IDLE
         self.this_pass: Pass | None = None
 
@@ -366,7 +366,7 @@ class Reducer:
         if self.this_pass is not None and self.this_pass.under_way():
             failure = self.peers.failure
             reason = "it was closed in the middle of a pass" if failure is None else failure.text
-            self._context.collectives.leave_behind(reason)
+            self._context.ranks.collectives.leave_behind(reason)
         self.storage.release()
         self._enter(PassState.CLOSED)
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.shard_groups import ShardGroups
 from lightning_bucketddp.grads.bucket import Bucket
 from lightning_bucketddp.grads.checks import GradientError
@@ -24,7 +23,7 @@ from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.peers.control import Report
-from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.limits import largest_values
 from lightning_bucketddp.reducer.participant import Participant, PassResult
@@ -59,9 +58,8 @@ class StepSkips(Participant):
 
     Args:
         options: The user's options.
-        collectives: The group.
+        ranks: The ranks.
         groups: The ranks that divide the shards; None without shards.
-        peers: The other ranks.
         device: The device of the gradients.
 
     Attributes:
@@ -71,16 +69,9 @@ class StepSkips(Participant):
             step and lowers its scale.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        collectives: Collectives,
-        groups: ShardGroups | None,
-        peers: Peers,
-        device: torch.device,
-    ) -> None:
-        self._options, self._collectives, self._peers = options, collectives, peers
-        self._norms = _Norms(options.skip_norm_above, collectives, groups, peers, device)
+    def __init__(self, options: Options, ranks: Ranks, groups: ShardGroups | None, device: torch.device) -> None:
+        self._options, self._ranks = options, ranks
+        self._norms = _Norms(options.skip_norm_above, ranks, groups, device)
         self.skipped = self.left_to_scaler = self.scaler_skips = False
         self._in_a_row = 0
         self._asked = ""  # why this rank asks for a skip
@@ -149,15 +140,14 @@ class StepSkips(Participant):
         self.left_to_scaler = self.scaler_skips and not finite
         result.this_pass.dropped = not self.left_to_scaler
         self._in_a_row += 1
-        with self._peers.waiting_for("why a step is skipped", Phase.PASS):
-            everyone = self._collectives.exchange_objects(self._own())
+        everyone = self._ranks.objects(self._own(), "why a step is skipped", Phase.PASS)
         reason, number = _describe(everyone, why), result.this_pass.number
         if self._in_a_row > (most := self._options.max_skipped):
             raise GradientError(
-                f"rank {self._peers.rank}: expected at most max_skipped={most} skipped steps in a row, "
+                f"rank {self._ranks.rank}: expected at most max_skipped={most} skipped steps in a row, "
                 f"found another one in pass {number}: {reason}. Look at the batches, and at the learning rate"
             )
-        if self._peers.rank == 0:
+        if self._ranks.rank == 0:
             in_a_row = f"{self._in_a_row} in a row so far"
             warnings.warn(f"rank 0: all ranks skip the step of pass {number}, {in_a_row}: {reason}", stacklevel=2)
 
@@ -186,17 +176,15 @@ class _Norms:
 
     Attributes:
         multiple: Norms above this multiple of their median are too large; None for any norm.
-        collectives: The group.
+        ranks: The ranks.
         groups: The ranks that divide the shards; None without shards.
-        peers: The other ranks.
         device: The device of the gradients.
         last: The last norms.
     """
 
     multiple: float | None
-    collectives: Collectives
+    ranks: Ranks
     groups: ShardGroups | None
-    peers: Peers
     device: torch.device
     last: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_NORMS))
 
@@ -223,7 +211,7 @@ class _Norms:
 
         Both are summed over the ranks: shards differ, and other devices may round a norm otherwise.
         """
-        groups, ranks = self.groups, self.collectives.world_size
+        groups, ranks = self.groups, self.ranks.world_size
         flats = [progress.bucket.flat for progress in result.this_pass.active]
         own = flats if groups is None else [groups.shard(flat) for flat in flats]
         copies = ranks if groups is None else ranks // groups.shards
@@ -234,9 +222,9 @@ class _Norms:
             if self.multiple is not None:
                 wide = torch.promote_types(part.dtype, torch.float32)
                 measured[1] += torch.linalg.vector_norm(part, dtype=wide).to(measured).square() / held_by
-        with self.peers.waiting_for("the norm of the gradients", Phase.PASS):
-            self.collectives.all_reduce_sum(measured).wait()
-        total, squares = measured.tolist()
+        with self.ranks.waiting_for("the norm of the gradients", Phase.PASS):  # for the device, too
+            self.ranks.collectives.all_reduce_sum(measured).wait()
+            total, squares = measured.tolist()
         return total, math.sqrt(squares)
 
 

@@ -20,11 +20,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.grads.checks import require_sound
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.peers.control import Report
-from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.divisor import GradientDivisor
 from lightning_bucketddp.reducer.participant import Participant, PassResult
@@ -63,8 +62,7 @@ class SparseGrads(Participant):
 
     Args:
         table: The module's parameters.
-        collectives: The group.
-        peers: The other ranks.
+        ranks: The ranks.
         divisor: Knows the factor for means.
         max_abs_grad: Refuse gradients that are not finite, or larger in absolute value; None to look at none.
 
@@ -76,14 +74,13 @@ class SparseGrads(Participant):
     def __init__(
         self,
         table: SlotTable,
-        collectives: Collectives,
-        peers: Peers,
+        ranks: Ranks,
         divisor: GradientDivisor,
         max_abs_grad: float | None = None,
     ) -> None:
         self._table = table
         self._names, self._params = table.names, table.all_params
-        self._collectives, self._peers, self._divisor = collectives, peers, divisor
+        self._ranks, self._collectives, self._divisor = ranks, ranks.collectives, divisor
         self._max_abs_grad = max_abs_grad
         self._opened: Pass | None = None
         self._held: list[tuple[int, Tensor | None]] = []
@@ -150,19 +147,18 @@ class SparseGrads(Participant):
         held = self._held
         if not held:
             return
-        with self._peers.waiting_for("the number of rows in sparse gradients", Phase.PASS):
-            pending, key = self._table.pending, self._table.key
-            mine = torch.tensor([[key(index) in pending, _rows(grad)] for index, grad in held])
-            gathered, work = self._collectives.all_gather(mine.to(self._params[held[0][0]].device))
-            work.wait()
-            everyone: list[list[list[int]]] = gathered.tolist()
+        pending, key = self._table.pending, self._table.key
+        mine = torch.tensor([[key(index) in pending, _rows(grad)] for index, grad in held])
+        mine = mine.to(self._params[held[0][0]].device)
+        with self._ranks.waiting_for(what := "the number of rows in sparse gradients", Phase.PASS):
+            everyone: list[list[list[int]]] = self._ranks.gather(mine, what, Phase.PASS).tolist()
         self.used_somewhere = frozenset(
             index for (index, _), *said in zip(held, *everyone, strict=True) if any(new for new, _ in said)
         )
         for position, (index, grad) in enumerate(held):
             if index not in self.used_somewhere:
                 continue
-            with self._peers.waiting_for(f"the sparse gradient of {self._names[index]!r}", Phase.PASS):
+            with self._ranks.waiting_for(f"the sparse gradient of {self._names[index]!r}", Phase.PASS):
                 rows = [rank[position][1] for rank in everyone]
                 param = self._params[index]
                 if _DENSE in rows:

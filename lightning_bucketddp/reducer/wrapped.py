@@ -70,7 +70,7 @@ class Wrapped:
             PeerFailureError, RankMismatchError: If the ranks cannot go on together.
             RuntimeError: If the wrapper is closed.
         """
-        self.context.peers.require_usable()
+        self.context.ranks.peers.require_usable()
         if self.reducer.state is PassState.CLOSED:
             raise RuntimeError("expected an open BucketDDP, found one after close(); wrap the module again")
 
@@ -135,7 +135,7 @@ class Wrapped:
             # A parameter that was frozen since may have a gradient that waits for its reduction.
             holding = [index for index, param in enumerate(table.all_params) if param.grad is not None]
             trained = [index for index in holding if table.all_params[index].requires_grad]
-            zeroed = self._cleared_before == self.context.peers.position.pass_number
+            zeroed = self._cleared_before == self.context.ranks.peers.position.pass_number
             uncleared = [] if zeroed else [index for index in trained if index not in accumulated]
             name = table.names[uncleared[0]] if uncleared else None
             divisor.note_uncleared_grads(name, cleared=bool(accumulated) and accumulated.isdisjoint(holding))
@@ -220,7 +220,7 @@ class Wrapped:
         self.built.sparse.zero()
         table.pending.clear()
         self.context.divisor.note_uncleared_grads(None, cleared=True)
-        self._cleared_before = self.context.peers.position.pass_number
+        self._cleared_before = self.context.ranks.peers.position.pass_number
 
     # -- communication hooks -------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class Wrapped:
             RankMismatchError: If ranks register different hooks, or if this is not called on all of them.
         """
         self.require_usable()
-        peers = self.context.peers
+        peers = self.context.ranks.peers
         problem: Exception | None = None
         entries: list[Entry] = []
         try:

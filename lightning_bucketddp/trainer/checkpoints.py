@@ -15,10 +15,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.optim import checkpoint_places
 from lightning_bucketddp.optim.checkpoint import ShardedCheckpoint
 from lightning_bucketddp.optim.checkpoint_writer import CheckpointWriter
+from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.trainer.replaced import replace_members
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 
@@ -34,10 +34,10 @@ def is_checkpoint_directory(path: Path) -> bool:
     return checkpoint_places.is_complete(checkpoint_places.found(path))
 
 
-def _checkpoint_of(module: pl.LightningModule, wrapper: BucketDDP | None) -> ShardedCheckpoint:
+def _checkpoint_of(module: pl.LightningModule, wrapper: BucketDDP | None, ranks: Ranks) -> ShardedCheckpoint:
     if wrapper is not None and wrapper.module is module:  # else another one has been validated since
         return wrapper._runtime.optimizers.checkpoint()
-    return ShardedCheckpoint(module, Collectives(None), None, lambda optimizer: None)
+    return ShardedCheckpoint(module, ranks, None, lambda optimizer: None)
 
 
 def save_parts(
@@ -45,6 +45,7 @@ def save_parts(
     path: Path,
     module: pl.LightningModule,
     wrapper: BucketDDP | None,
+    ranks: Ranks,
     optimizers: Sequence[Optimizer],
     storage_options: Any = None,
     writer: CheckpointWriter | None = None,
@@ -56,6 +57,7 @@ def save_parts(
         path: The directory; replaced if it exists.
         module: The module.
         wrapper: The module's wrapper, open or closed; None if the module was not wrapped.
+        ranks: All ranks.
         optimizers: The Trainer's optimizers.
         storage_options: What a ``CheckpointIO`` would get.
         writer: Writes while training goes on; None to return when the checkpoint is there.
@@ -75,7 +77,7 @@ def save_parts(
     resumable = "optimizer_states" in checkpoint
     if resumable:
         checkpoint["optimizer_states"] = []  # tells Lightning that training can be resumed
-    parts = _checkpoint_of(module, wrapper)
+    parts = _checkpoint_of(module, wrapper, ranks)
     parts.save(path, optimizers if resumable else (), checkpoint, overwrite=True, writer=writer)
 
 
@@ -98,7 +100,7 @@ def start_writer(wrapper: BucketDDP, trainer: pl.Trainer, until_teardown: ExitSt
             'expected ModelCheckpoint(save_last=True) with async_save=True, found save_last="link": the link would '
             "lead to a checkpoint that is not there yet"
         )
-    writer = CheckpointWriter(wrapper._runtime.collectives)
+    writer = CheckpointWriter(wrapper._runtime.ranks)
     for callback in callbacks:
         is_taken = partial(_is_taken, writer, callback.file_exists)
         until_teardown.callback(replace_members(callback, file_exists=is_taken))
@@ -110,7 +112,7 @@ def _is_taken(writer: CheckpointWriter, exists: Callable[..., bool], filepath: A
 
 
 def load_weights(
-    path: Path, module: pl.LightningModule, wrapper: BucketDDP | None, weights_only: bool | None = None
+    path: Path, module: pl.LightningModule, wrapper: BucketDDP | None, ranks: Ranks, weights_only: bool | None = None
 ) -> dict[str, Any]:
     """Load a module's weights. All ranks must call this.
 
@@ -118,6 +120,7 @@ def load_weights(
         path: The directory.
         module: The module.
         wrapper: Its wrapper; None if the module is not wrapped.
+        ranks: All ranks.
         weights_only: Whether unpickling is forbidden. It cannot be.
 
     Returns:
@@ -132,7 +135,7 @@ def load_weights(
             f"expected weights_only to be left out for the directory {path}, found {weights_only!r}: the directory "
             "holds pickles besides tensors"
         )
-    checkpoint = _checkpoint_of(module, wrapper).load(path, (), module.strict_loading)
+    checkpoint = _checkpoint_of(module, wrapper, ranks).load(path, (), module.strict_loading)
     if "pytorch-lightning_version" not in checkpoint:
         raise ValueError(
             f"expected a Trainer's checkpoint in {path}, found one that save_sharded() has written; load it by "

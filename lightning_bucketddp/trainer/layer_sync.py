@@ -7,6 +7,8 @@ from torch.nn import Module
 from typing_extensions import override
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
 
 
@@ -22,7 +24,9 @@ class BatchNormSync(LayerSync):
 
     @override
     def apply(self, model: Module) -> Module:
-        Collectives(None).exchange_objects(None)  # torch makes a group without hearing that another rank has failed
+        collectives = Collectives(None)
+        ranks = Ranks(collectives, Peers(collectives, self._timeout))
+        ranks.objects(None, "a process group for BatchNorm")  # torch makes one without hearing that a rank has failed
         return convert_sync_batchnorm(model, timeout=self._timeout)
 
     @override

@@ -17,7 +17,6 @@ left alone.
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -32,9 +31,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.peers.agreement import RankMismatchError
-from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.peers.report import in_words
 from lightning_bucketddp.peers.status import Phase
 
@@ -141,16 +139,15 @@ class LoggedKeys:
             return mine
         digest = hashlib.sha256(repr(sorted(mine)).encode()).digest()
         own = torch.tensor([int.from_bytes(digest[:8], signed=True)], device=self.strategy.root_device)
-        collectives = Collectives(None)  # of the group in which Lightning reduces; a Trainer may outlive it
-        peers: Peers | None = self.strategy._peers
+        ranks: Ranks = self.strategy._ranks()  # of the group in which Lightning reduces; a Trainer may outlive it
         names = ": " + _some(sorted(mine)) if mine and not may_differ else ""
         what = f"the keys of self.log(sync_dist=True){names}"
-        with nullcontext() if peers is None else peers.waiting_for(what, Phase.AGREEMENT):
-            digests, work = collectives.all_gather(own)
+        with ranks.waiting_for(what, Phase.AGREEMENT):
+            digests, work = ranks.collectives.all_gather(own)
             work.wait()
             if len(set(digests.flatten().tolist())) == 1:
                 return mine
-            everyone: list[Mapping[str, _Logged]] = collectives.exchange_objects(mine)
+            everyone: list[Mapping[str, _Logged]] = ranks.collectives.exchange_objects(mine)
             of_any_rank = {text: logged for logged_there in everyone for text, logged in logged_there.items()}
             keys = {logged.key for logged in of_any_rank.values()}
             if not may_differ or len(keys) < len(of_any_rank):  # a key that is a mean on one rank, a sum on another

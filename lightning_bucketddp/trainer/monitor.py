@@ -36,7 +36,7 @@ class PassTimes(Participant):
     """
 
     def __init__(self, wrapper: BucketDDPInTrainer) -> None:
-        self._collectives, self._peers = wrapper._runtime.collectives, wrapper._passes.peers
+        self._ranks, self._peers = wrapper._runtime.ranks, wrapper._passes.peers
         self._device = wrapper.device
         self._launched: Any = None  # times: events on accelerators, else seconds
         self._backward_ended: Any = None
@@ -94,9 +94,7 @@ class PassTimes(Participant):
         self.step_ended()  # once more: an accelerator has caught up only now
         waited = exposed if is_accelerator(self._device) else self._waited
         mine = torch.tensor([self._own, waited, exposed, under_way], device=self._device)
-        with self._peers.waiting_for("the times of all ranks"):
-            gathered, work = self._collectives.all_gather(mine)
-            work.wait()
+        gathered = self._ranks.gather(mine, "the times of all ranks")
         self.passes.clear()
         self._own = self._waited = 0.0
         return gathered.cpu()

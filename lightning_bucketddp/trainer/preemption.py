@@ -200,7 +200,7 @@ class PreemptionCheckpoint(Callback):
             )
         wrapper = BucketDDPInTrainer.of(trainer, self)
         random_state = _random_state(trainer.strategy.root_device)
-        checkpoint[_RANKS] = wrapper._runtime.collectives.exchange_objects((random_state, states))
+        checkpoint[_RANKS] = wrapper._runtime.ranks.objects((random_state, states), "the random states of all ranks")
         checkpoint[ORDER_KEY], checkpoint[_STOPS] = wrapper._passes.wrapped.built.learner.lessons, trainer.should_stop
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

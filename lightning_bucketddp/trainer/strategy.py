@@ -26,6 +26,7 @@ from lightning_bucketddp.optim.stepped import params_of
 from lightning_bucketddp.peers.abort_listener import AbortListener, tell_failure
 from lightning_bucketddp.peers.agreement import RankMismatchError
 from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.trainer import checkpoints, common, finetuning
 from lightning_bucketddp.trainer.common import forwarded
 from lightning_bucketddp.trainer.ddp_hooks import with_ddp_hook
@@ -147,8 +148,8 @@ class BucketDDPStrategy(EachSampleOnce):
                 self._until_teardown.callback(hold_schedulers(trainer, wrapper))
         if self._listener is None or self.world_size == 1:
             return
-        if wrapper is None:
-            self._peers = Peers(Collectives(None), self._timeout)
+        if self._peers is None:
+            self._peers = self._ranks().peers
             self._until_teardown.callback(self._peers.end_training)
         try:
             from lightning_bucketddp.trainer.logged_keys import LoggedKeys, install
@@ -246,6 +247,11 @@ class BucketDDPStrategy(EachSampleOnce):
         if self._peers is None or group not in (None, dist.group.WORLD):
             return nullcontext()
         return self._peers.trainers_collective(f"the Trainer's {name}")
+
+    def _ranks(self) -> Ranks:
+        """All ranks. They must call this at the same point of the program."""
+        collectives = Collectives(None)
+        return Ranks(collectives, self._peers or Peers(collectives, self._timeout))
 
     def _interrupted(self) -> bool:
         """Whether this rank handles an exception. If a callback saves a checkpoint then, other ranks may be gone."""
@@ -400,7 +406,9 @@ class BucketDDPStrategy(EachSampleOnce):
         path = Path(self.broadcast(filepath))
         if writer is not None:
             writer.begin(path, module.trainer.global_step)
-        checkpoints.save_parts(checkpoint, path, module, wrapper, self.optimizers, storage_options, writer)
+        checkpoints.save_parts(
+            checkpoint, path, module, wrapper, self._ranks(), self.optimizers, storage_options, writer
+        )
 
     def _is_known_to_be_right(self) -> bool:
         """Whether a device has trained with values of all ranks. The host waits, and reads what it is told late.
@@ -458,7 +466,7 @@ class BucketDDPStrategy(EachSampleOnce):
         if not checkpoints.is_checkpoint_directory(path):
             return super().load_checkpoint(checkpoint_path, weights_only)
         assert self.lightning_module is not None
-        return checkpoints.load_weights(path, self.lightning_module, self.bucket_ddp, weights_only)
+        return checkpoints.load_weights(path, self.lightning_module, self.bucket_ddp, self._ranks(), weights_only)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from lightning_bucketddp.comm.broadcast import broadcast_tensors
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.optim.swap import restart_masters
+from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.wrapper.module_buffers import ModuleBuffers
@@ -31,7 +29,7 @@ class UnevenInputs(JoinHook):
         params: The module's parameters and module buffers.
         passes: The module's passes.
         buffers: Synchronises the module buffers.
-        collectives: The group.
+        ranks: The ranks.
         options: The wrapper's options.
 
     Attributes:
@@ -39,10 +37,10 @@ class UnevenInputs(JoinHook):
     """
 
     def __init__(
-        self, params: ModuleParams, passes: Passes, buffers: ModuleBuffers, collectives: Collectives, options: Options
+        self, params: ModuleParams, passes: Passes, buffers: ModuleBuffers, ranks: Ranks, options: Options
     ) -> None:
         self._params, self._passes, self._module_buffers = params, passes, buffers
-        self._collectives, self._options = collectives, options
+        self._ranks, self._options = ranks, options
         self._device = params.named[0][1].device
         self.active: tuple[int, ...] | None = None
         self._own_grads: list[tuple[nn.Parameter, Tensor | None]] | None = None
@@ -53,15 +51,7 @@ class UnevenInputs(JoinHook):
         Raises:
             PeerFailureError: If another rank has failed.
         """
-        mine = [value if rank == self._collectives.rank else 0 for rank in range(self._collectives.world_size)]
-        return self._sum(mine, "what ranks tell each other", Phase.RUNS)
-
-    def _sum(self, values: list[int], what: str, phase: Phase) -> list[int]:
-        peers = self._passes.peers
-        with peers.waiting_for(what, phase):
-            vector = torch.tensor(values, dtype=torch.int64).to(self._device)
-            self._collectives.all_reduce_sum(vector).wait()
-            return vector.tolist()
+        return self._ranks.numbers(value, self._device, "what ranks tell each other")
 
     def _exchange(self, has_data: bool, reduces: bool, sends: bool) -> bool:
         """Tell the other ranks what this one is about to do, and synchronise module buffers if that is due.
@@ -74,12 +64,11 @@ class UnevenInputs(JoinHook):
         Returns:
             Whether backward will be a synchronised pass on some rank.
         """
-        ranks = range(self._collectives.world_size)
-        mine = [int(has_data and rank == self._collectives.rank) for rank in ranks] + [int(reduces), int(sends)]
-        *having, reducing, sending = self._sum(mine, "what ranks with data are about to do", Phase.EXCHANGE)
-        if sending:
-            self._module_buffers.synchronise([rank for rank in ranks if having[rank]])
-        return reducing > 0
+        mine, what = has_data + 2 * reduces + 4 * sends, "what ranks with data are about to do"
+        everyone = self._ranks.numbers(mine, self._device, what, Phase.EXCHANGE)
+        if any(told & 4 for told in everyone):
+            self._module_buffers.synchronise([rank for rank, told in enumerate(everyone) if told & 1])
+        return any(told & 2 for told in everyone)
 
     # -- ranks that repeat their last batch ------------------------------------------------------------
 
@@ -94,8 +83,8 @@ class UnevenInputs(JoinHook):
         """
         if self.active is not None and not self._module_buffers.due:
             self._module_buffers.synchronise(self.active)  # a rank that repeated its last batch may have its own again
-        self.active = None if len(active) == self._collectives.world_size else tuple(active)
-        self._passes.joining.join(self._collectives.rank not in active)
+        self.active = None if len(active) == self._ranks.world_size else tuple(active)
+        self._passes.joining.join(self._ranks.rank not in active)
 
     def divide_by_active(self, why: str = "where gradients are divided by the ranks that have data") -> None:
         """Divide gradients by the number of ranks that have data, from now on.
@@ -173,7 +162,7 @@ class UnevenInputs(JoinHook):
         tensors: list[Tensor] = [param for _, param in self._params.named]
         if self._options.module_buffers != "off":
             tensors += self._params.buffers_to_write()
-        broadcast_tensors(tensors, self._collectives, source=source)
+        self._ranks.broadcast(tensors, "the parameters of the last ranks with data", source=source)
         restart_masters(tensors)  # on the source too: all ranks go on from the same bits
         self._module_buffers.due = True  # ranks have run different forwards
         self._passes.wrapped.note_trainable()

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.broadcast import broadcast_tensors, chunks, stage, write_back
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.peers.agreement import WrapError
-from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.wrapper.module_params import ModuleParams
 
@@ -21,16 +20,15 @@ class ModuleBuffers:
 
     Args:
         params: The module's parameters and module buffers.
-        collectives: The group.
-        peers: The other ranks.
+        ranks: The ranks.
         options: The wrapper's options.
 
     Attributes:
         due: Whether the next training forward synchronises them.
     """
 
-    def __init__(self, params: ModuleParams, collectives: Collectives, peers: Peers, options: Options) -> None:
-        self._params, self._collectives, self._peers = params, collectives, peers
+    def __init__(self, params: ModuleParams, ranks: Ranks, options: Options) -> None:
+        self._params, self._ranks, self._collectives = params, ranks, ranks.collectives
         self._mode = options.module_buffers
         self.due = True
 
@@ -56,10 +54,10 @@ class ModuleBuffers:
         try:
             tensors = self._params.buffers_to_write()
         except WrapError as error:
-            self._peers.failed_by(error)
+            self._ranks.peers.failed_by(error)
             raise
         if tensors:
-            with self._peers.waiting_for("the module buffers", Phase.EXCHANGE):
+            with self._ranks.waiting_for("the module buffers", Phase.EXCHANGE):
                 self._send(tensors, active)
 
     @torch.no_grad()

@@ -17,7 +17,6 @@ from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from lightning_bucketddp.comm.broadcast import broadcast_tensors
 from lightning_bucketddp.comm.devices import wait_for_device, widest_float
 from lightning_bucketddp.comm.gloo import collectives_of, end_parts_with
 from lightning_bucketddp.comm.groups import Group
@@ -31,6 +30,7 @@ from lightning_bucketddp.peers.agreement import Entry, WrapError
 from lightning_bucketddp.peers.end_signals import end_signals
 from lightning_bucketddp.peers.machines import Node, on_one_machine
 from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.reducer.context import WrapperContext
 from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.replicas.nested import tensors_in
@@ -54,7 +54,8 @@ class Runtime:
         node: This rank's node, where whoever made the ranks says that there are several nodes.
 
     Attributes:
-        collectives: The group.
+        collectives: The collectives of the group.
+        ranks: Its ranks.
         params: The module's parameters and module buffers.
         passes: Opens and ends passes.
         module_buffers: Synchronises module buffers.
@@ -69,6 +70,7 @@ class Runtime:
         group, device = group_of(options.process_group, options.device_mesh), next(module.parameters()).device
         self.collectives = collectives = collectives_of(group, device)
         peers = Peers(collectives, options.timeout, options.report_after)
+        self.ranks = ranks = Ranks(collectives, peers)
         self.params = params = ModuleParams(module, options)
         release = ExitStack()  # calls the last callback first
         release.callback(params.restore_grad_dtypes)
@@ -83,23 +85,26 @@ class Runtime:
             described = hook.options() if hook is not None else {"comm_hook": None}
             entries += [Entry(f"option {name}", repr(value)) for name, value in described.items()]
             entries += params.entries()
-        collectives.probe(device)
-        with peers.waiting_for("the parameters and module buffers of rank 0"):
+        with ranks.waiting_for("whether the backend averages"):
+            collectives.probe(device)
+        what = "the parameters and module buffers of rank 0"
+        with ranks.waiting_for(what):
             if options.init_sync:
                 buffers = params.named_buffers().values() if options.init_sync_module_buffers else ()
-                broadcast_tensors([*(param for _, param in params.named), *buffers], collectives)
+                ranks.broadcast([*(param for _, param in params.named), *buffers], what)
             wait_for_device(device)  # NCCL splits a communicator for a part only when nothing is under way in it
         one_machine = on_one_machine(peers, node)
         links = links_of(module)
-        context = WrapperContext(params, collectives, peers, options, one_machine)
+        with ranks.waiting_for("the process groups of this wrapper"):
+            context = WrapperContext(params, ranks, options, one_machine)
         self.passes = Passes(context, hook, links)
         for link in links:
             link.join(peers, self.passes.joining.counts)
             release.callback(link.leave)
         release.callback(self.passes.wrapped.close)
-        self.module_buffers = ModuleBuffers(params, collectives, peers, options)
-        self.uneven = UnevenInputs(params, self.passes, self.module_buffers, collectives, options)
-        self.optimizers = Optimizers(module, params.optimizers, self.passes, collectives, options)
+        self.module_buffers = ModuleBuffers(params, ranks, options)
+        self.uneven = UnevenInputs(params, self.passes, self.module_buffers, ranks, options)
+        self.optimizers = Optimizers(module, params.optimizers, self.passes, ranks, options)
         layout = self.passes.reducer.storage.layout
         self.bytes_per_graph = bytes_per_graph(options, layout, collectives.world_size, one_machine)
         if (handle := self.optimizers.prepare_at_first_step()) is not None:
@@ -164,8 +169,7 @@ class Runtime:
         """Give every rank the parameters of the group's rank 0."""
         self.passes.wrapped.require_usable()
         params = [param for _, param in named_parameters(self.params.module)]
-        with self.passes.peers.waiting_for("the parameters"):
-            broadcast_tensors(params, self.collectives)
+        self.ranks.broadcast(params, "the parameters")
         restart_masters(params)
 
     @torch.no_grad()
@@ -176,15 +180,14 @@ class Runtime:
             loss: This rank's; None if it has none.
             device: The device of the mean.
         """
-        peers, joining = self.passes.peers, self.passes.joining
+        joining = self.passes.joining
         mine = torch.zeros(3, dtype=widest_float(device), device=device)
         by_samples = (weight := self.passes.wrapped.context.divisor.weight) is not None
         weight = int(joining.counts()) if weight is None else weight
         mine[1], mine[2] = int(loss is not None), weight
         if loss is not None and weight:
             mine[0] = weight * (loss.detach().reshape(()) if isinstance(loss, Tensor) else loss)
-        with peers.waiting_for("the mean of the losses"):
-            self.collectives.all_reduce_mean(mine).wait()
+        self.ranks.mean(mine, "the mean of the losses")
         if loss is None and not mine[1]:
             return None
         mean = mine[0] / mine[2] if joining.divides_by_active or by_samples else mine[0]

@@ -23,6 +23,7 @@ from lightning_bucketddp.peers import abort_listener, roll_call
 from lightning_bucketddp.peers.abort_listener import listen
 from lightning_bucketddp.peers.control import ControlChannel
 from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.peers.timed_store import STORE_SILENT
 from tests.launchers import free_port
 from tests.lightning_models import Regression, close_to, data, ours, trainer
@@ -308,7 +309,7 @@ def test_a_rank_waits_while_its_device_does() -> None:
         exchange: Any = SimpleNamespace(arrived=lambda: re.search(on_device, "".join(said)))  # as of a control vector
         dist.barrier()
         if dist.get_rank() == 0:
-            ControlChannel(collectives, peers, torch.device("cuda")).read(exchange, needed=False)
+            ControlChannel(Ranks(collectives, peers), torch.device("cuda")).read(exchange, needed=False)
         sleep_until(said, on_device)
         dist.barrier()
         time.sleep(0.8)

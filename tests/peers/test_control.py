@@ -39,7 +39,7 @@ def test_joined_ranks_and_ranks_that_ask_to_drop_the_pass_are_counted_apart(dtyp
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", [False, True, True]), ("cuda", [False, False, True])])
 def test_ranks_learn_of_the_end_after_a_fixed_number_of_passes(device: str, expected: list[bool]) -> None:
-    channel = ControlChannel(Mock(), Mock(), torch.device(device))
+    channel = ControlChannel(Mock(), torch.device(device))
     found = [channel.to_end(no_pass_follows=False)]
     for to_end in (False, True, True):
         channel.last.append(ControlExchange(summed([Report(7, to_end=to_end), Report(7)], torch.int64), 2))

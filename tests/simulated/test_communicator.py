@@ -15,7 +15,7 @@ from lightning_bucketddp.optim.checkpoint_writer import CheckpointWriter
 from tests.accelerator import DEVICE, on_stream, simulated, sleep
 from tests.models import Mlp, batch, loss_of
 from tests.pool import on_ranks
-from tests.reference import everyones, several_machines
+from tests.reference import all_ranks, everyones, several_machines
 from tests.simulated.order import order_conflicts
 from tests.simulated.training import SMALL
 
@@ -286,7 +286,7 @@ def test_parts_have_the_backend_of_their_group_and_writers_its_device() -> None:
     whole = Collectives(dist.new_group(backend="simccl"), DEVICE)
     assert dist.get_backend_config(whole.split([range(2)]).group) == dist.get_backend_config(whole.group)
     here = torch.accelerator.current_device_index()
-    writer = CheckpointWriter(Collectives(None, torch.device(DEVICE.type, here)))
+    writer = CheckpointWriter(all_ranks(torch.device(DEVICE.type, here)))
     assert everyones((here, writer._thread.submit(torch.accelerator.current_device_index).result())) == [(0, 0), (1, 1)]
     writer.end()
     whole.end_parts()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.comm import work
 from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.peers.control import HEADER
 
@@ -211,10 +212,15 @@ def recording() -> Iterator[Recorder]:
         wrapper_init(wrapper, module, *args, **options)
         recorder.roles.wrappers.append(weakref.ref(wrapper))
 
+    def heard(handle: Any, wait_for: Callable[[Any], None] = work.wait_for) -> None:
+        assert work._polls.poll is not None, "expected a wait inside waiting_for(), which hears of failures; found none"
+        wait_for(handle)
+
     methods = [(name, operation) for operation, names in _METHODS.items() for name in names]
     known = [(name, operation) for name, operation in methods if hasattr(dist.ProcessGroup, name)]
     replaced = {name: counted(operation, getattr(dist.ProcessGroup, name)) for name, operation in known}
-    with patch.multiple(dist.ProcessGroup, **replaced), patch.object(BucketDDP, "__init__", init):
+    wraps = patch.object(BucketDDP, "__init__", init)
+    with patch.multiple(dist.ProcessGroup, **replaced), wraps, patch.object(work, "wait_for", heard):
         try:
             yield recorder
         finally:

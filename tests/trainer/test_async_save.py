@@ -35,7 +35,7 @@ from tests.fixtures.checkpoints import At
 from tests.fixtures.checkpoints import held as values_of
 from tests.lightning_models import Regression, close_to, data, ddp, trainer
 from tests.pool import RunRanks, on_ranks
-from tests.reference import logged, raises_soon
+from tests.reference import all_ranks, logged, raises_soon
 
 Options = dict[str, Any]
 ours = partial(lightning_models.ours, state_dict_type="sharded", async_save=True)
@@ -258,7 +258,7 @@ def test_a_thread_that_fails_wakes_those_that_wait_for_it() -> None:
             raise FULL
         dist.barrier(writer.group)
 
-    writer = CheckpointWriter(Collectives(None))
+    writer = CheckpointWriter(all_ranks())
     writer.begin(Path("one"), 1)
     writer.save(Path("one"), write)
     with raises_soon(RuntimeError, match=r"^saving to one failed on rank 0, 1: "):
@@ -279,7 +279,7 @@ def test_a_thread_begins_after_all_ranks_have_its_group() -> None:
 
     original, store = dist.new_subgroups_by_enumeration, Collectives(None).store("a test of the writer")
     with patch.object(dist, "new_subgroups_by_enumeration", make):
-        writer = CheckpointWriter(Collectives(None))
+        writer = CheckpointWriter(all_ranks())
     store.set("the other rank may begin", "")
     writer.end()
 
