@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_bucketddp import __version__
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.devices import is_accelerator, wait_for_device
+from lightning_bucketddp.comm.host_copy import bytes_of
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 
 STEPS = 3
@@ -253,7 +254,7 @@ def run_case(case: Case, size: Size, device: torch.device, ranks: Collectives) -
     their_grads, their_moves = peers[0].train()
     peers.append(Peer(case, size, device, ranks.rank, ours=True))
     grads, moves = peers[1].train()
-    digests = [hashlib.blake2b(tensor.numpy().tobytes()).digest() for tensor in (*grads, *moves)]
+    digests = [hashlib.blake2b(bytes_of(tensor)).digest() for tensor in (*grads, *moves)]
     mine = _difference(grads, their_grads), _difference(moves, their_moves), digests
     gradients, weights, of_ranks = zip(*ranks.exchange_objects(mine), strict=True)
     names = [f"the gradient of {name} in step {step + 1}" for step in range(STEPS) for name in peers[1].names]

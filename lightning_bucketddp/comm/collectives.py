@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_bucketddp.comm import wire
 from lightning_bucketddp.comm.devices import is_accelerator
 from lightning_bucketddp.comm.groups import Group, end_part, part_of
+from lightning_bucketddp.comm.host_copy import bytes_of
 from lightning_bucketddp.comm.wire import Pack
 from lightning_bucketddp.comm.work import DirectWork, Handle, Stage, Stages, Work
 
@@ -277,7 +278,7 @@ class Collectives(Group):
         gathered, work = self.all_gather(wire.padded(packed, int(sizes.max())))
         work.wait()
         everyone = zip(gathered.cpu(), sizes.tolist(), strict=True)
-        return [pickle.loads(values[:size].numpy().tobytes()) for values, (size,) in everyone]
+        return [pickle.loads(bytes_of(values[:size])) for values, (size,) in everyone]
 
     def _nothing_to_do(self, tensor: Tensor) -> bool:
         return self.world_size == 1 or tensor.numel() == 0

@@ -1,4 +1,4 @@
-"""A copy of a tensor on its way to the host."""
+"""Copies of tensors on the host."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.devices import is_accelerator
+
+
+def bytes_of(tensor: Tensor) -> bytearray:
+    """Return a tensor's values as bytes. ``Tensor.numpy()`` needs NumPy, which torch does not bring."""
+    values = bytearray(tensor.nbytes)
+    if values:
+        torch.frombuffer(values, dtype=tensor.dtype).copy_(tensor.detach().reshape(-1))
+    return values
 
 
 class HostCopy:

@@ -88,6 +88,7 @@ class ShardedCheckpoint:
             group, storage = writer.group, FileSystemWriter(partial, per_thread_copy_ahead=0)
 
         def collect() -> tuple[Callable[[], dict[str, Any]], dict[str, Any]]:
+            _require_numpy()
             if first and path.exists() and not overwrite:
                 raise FileExistsError(f"expected nothing at {path}, found something; pass overwrite=True to replace it")
             if first:
@@ -185,6 +186,7 @@ class ShardedCheckpoint:
         self._parts.wait()
 
         def make_room() -> tuple[dict[str, Any], dict[str, Any]]:
+            _require_numpy()
             if not path.is_dir():
                 raise RuntimeError(f"expected a directory that save_sharded() has written, found none: {path}")
             metadata = reader.read_metadata()
@@ -296,6 +298,17 @@ class ShardedCheckpoint:
                         f"another one of shape {tuple(param.shape)} in its group {at}"
                     )
         return [[self._names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+
+
+def _require_numpy() -> None:
+    """Require NumPy before ranks wait for each other: torch unpickles what they send with it."""
+    try:
+        torch.empty(0).numpy()
+    except RuntimeError as error:
+        raise RuntimeError(
+            "expected NumPy, with which torch.distributed.checkpoint exchanges plans between ranks, found none that "
+            "works. Install it: pip install numpy"
+        ) from error
 
 
 def _storable(value: Any) -> Any:

@@ -5,7 +5,7 @@ import random
 import signal
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
+import numpy as np  # torchmetrics, which Lightning requires, brings it
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.data import sized_len

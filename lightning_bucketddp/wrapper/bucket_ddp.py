@@ -553,7 +553,7 @@ class BucketDDP(nn.Module, Joinable):
 
         All ranks must call this; an error on one is an error on all. The format is ``torch.distributed.checkpoint``'s,
         with the names and shapes that tensors have in one process: torch's ``dcp_to_torch_save`` makes one file of it.
-        Module buffers are rank 0's. fp32 masters have a key of their own.
+        Module buffers are rank 0's. fp32 masters have a key of their own. Needs NumPy, which torch does not bring.
 
         Args:
             path: The directory, on a file system that all ranks share. Until everything is written it is called
