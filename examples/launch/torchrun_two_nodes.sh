@@ -13,6 +13,8 @@ cd "$(dirname "$0")/../.."
 : "${NNODES:=2}" "${NODE_RANK:?}" "${MASTER_ADDR:?}" "${MASTER_PORT:=29500}" "${NPROC_PER_NODE:=1}" "${PYTHON:=python}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
+# Your own script instead of the example, in the last line: train.py, whose Trainer has
+# num_nodes=int(os.environ["GROUP_WORLD_SIZE"]) and devices=int(os.environ["LOCAL_WORLD_SIZE"]).
 exec "$PYTHON" -m torch.distributed.run \
     --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC_PER_NODE" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \

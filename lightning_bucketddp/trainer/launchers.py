@@ -44,7 +44,8 @@ class _TellsOfEndedRanks:
     def _look(self) -> None:
         """Look for ranks that have ended with an error, until all have ended without one."""
         told = False
-        while any(process.poll() != 0 for process in self.procs):
+        # Ranks may end before this process does, which is at its end when its main thread is.
+        while threading.main_thread().is_alive() and any(process.poll() != 0 for process in self.procs):
             for local_rank, process in enumerate(self.procs, 1):
                 if code := process.poll():
                     rank = self.cluster_environment.node_rank() * self.num_processes + local_rank

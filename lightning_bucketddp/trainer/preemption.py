@@ -61,24 +61,32 @@ class PreemptionCheckpoint(Callback):
         patience: Seconds that a rank which is to end waits for another one, before it raises an error.
         resume: Whether ``fit`` begins with the checkpoint, if there is one. If ``fit`` gets a ``ckpt_path`` as well,
             such as ``"last"``, it begins with the newer one of the two files. Rank 0 decides.
+        exit_code: The exit code of the ranks' processes: for schedulers that take 0 for the end of the job, as those of
+            Kubernetes do, another number. None: that of Lightning's exception, 0 in Lightning 2.6.
 
     Attributes:
         path: The checkpoint, except under Slurm: ``preempted.ckpt`` in ``dirpath``. A later one replaces it.
 
     Raises:
-        TypeError, ValueError: If ``patience`` is no number above 0, or ``resume`` not True or False.
+        TypeError, ValueError: If ``patience`` is no number above 0, ``resume`` not True or False, or ``exit_code`` no
+            number from 0 to 255.
         MisconfigurationException: When training starts, with another strategy than ``bucketddp``, or with ranks that
             the main process has forked or spawned: a job's signals would end that process.
         ValueError: When training starts, in another thread than the main one, where Python handles no signals.
     """
 
     def __init__(
-        self, dirpath: str | os.PathLike[str], patience: float = PATIENCE_SECONDS, resume: bool = False
+        self,
+        dirpath: str | os.PathLike[str],
+        patience: float = PATIENCE_SECONDS,
+        resume: bool = False,
+        exit_code: int | None = None,
     ) -> None:
         require("patience", patience, "a number of seconds, more than 0", int | float, lambda seconds: seconds > 0)
         require("resume", resume, "True or False", bool)
+        require("exit_code", exit_code, "None or a number from 0 to 255", int | None, range(256).__contains__)
         self.path = os.path.join(dirpath, "preempted.ckpt")
-        self._patience, self._resume, self._saving = patience, resume, False
+        self._patience, self._resume, self._exit_code, self._saving = patience, resume, exit_code, False
         self._keeps_path = False
         self._resumes: tuple[Any, bool, list[Any]] | None = None
 
@@ -173,6 +181,8 @@ class PreemptionCheckpoint(Callback):
         """Save, when everything that belongs to the step or epoch has been done."""
         if not (end_signals.ending and isinstance(exception, SIGTERMException)):
             return
+        if self._exit_code is not None:
+            exception.code = self._exit_code
         status, trainer.state.status = trainer.state.status, TrainerStatus.RUNNING  # as all ranks are here
         strategy: Any = trainer.strategy
         strategy._end_writer()  # the checkpoint must be there when this job is requeued

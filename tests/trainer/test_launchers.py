@@ -200,6 +200,38 @@ def test_the_launcher_tells_of_an_ended_rank_and_kills_where_nobody_listens(make
     assert not lightning_kills.called
 
 
+PREEMPTED_SCRIPT = """
+import atexit, os, signal, sys, time
+import lightning.pytorch as pl
+from lightning_bucketddp import PreemptionCheckpoint
+from lightning_bucketddp.trainer import launchers
+from tests.lightning_models import QUIET
+from tests.trainer.test_preemption import STEP, Loader, Preempted
+
+saves = PreemptionCheckpoint(sys.argv[1], exit_code=75)
+fits = pl.Trainer(strategy="bucketddp", accelerator="cpu", devices=2, callbacks=saves, **QUIET)
+
+
+def outlive() -> None:  # the process group is destroyed then, and the launcher's thread looks at the other rank
+    print("the other rank ends with", fits.strategy.launcher.procs[0].wait(60))
+    time.sleep(3 * launchers._LOOK_SECONDS)
+
+
+if "LOCAL_RANK" not in os.environ:
+    atexit.register(outlive)
+fits.fit(Preempted(STEP, 2, (1,), signal.SIGTERM), Loader())
+"""
+
+
+@pytest.mark.slow
+def test_a_preempted_script_ends_with_the_exit_code_that_was_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PREEMPTED_SCRIPT)
+    process = start(sys.executable, str(tmp_path / "train.py"), str(tmp_path))
+    ((output, errors),) = finish(process)
+    assert "the other rank ends with 75" in output, errors[-3000:]
+    assert process.returncode == 75
+
+
 class Killed(Regression):
     """Rank 1 kills itself in the middle of the second epoch, the first time round."""
 

@@ -394,6 +394,16 @@ def test_other_ends_say_what_happened(how: str, tmp_path: Path) -> None:
     assert re.match(ENDS[how].get(dist.get_rank(), ""), said, re.DOTALL), said
 
 
+@pytest.mark.parametrize("code", [None, 75])
+@on_ranks(2)
+def test_all_ranks_end_with_the_exit_code_that_was_asked_for(code: int | None, tmp_path: Path) -> None:
+    fits = trainer(ours(), callbacks=PreemptionCheckpoint(tmp_path, exit_code=code))
+    with pytest.raises(SIGTERMException) as ended:
+        fits.fit(Preempted(STEP, 2, (1,), signal.SIGTERM), Loader())
+    assert ended.value.code == code
+    assert (tmp_path / "preempted.ckpt").exists()
+
+
 @on_ranks(2, cases=[(0, 3, False), (1, 3, False), (1, 5, True)])
 def test_a_plain_loop_ends_on_all_ranks_after_the_same_step(rank: int, steps: int, asks: bool) -> None:
     before = [signal.getsignal(number) for number in HANDLED]
