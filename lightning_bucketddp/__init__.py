@@ -15,7 +15,7 @@ from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchEr
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 __all__ = [
     "BatchSizeFinder",

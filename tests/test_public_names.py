@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from lightning_bucketddp import BucketDDP
+from lightning_bucketddp import BucketDDP, __version__
 from tests.pool import ROOT
 
 PUBLIC_NAMES = {
@@ -41,6 +41,13 @@ def test_what_documentation_and_examples_import_is_public() -> None:
         found |= set(CLASS_PATH.findall(text))
     assert {("lightning_bucketddp", "BucketDDPStrategy"), ("lightning_bucketddp.replicas", "scatter")} <= found
     assert {(path, name) for path, name in found if name not in PUBLIC.get(path, [])} == set()
+
+
+def test_files_name_one_version() -> None:
+    for name in ("pyproject.toml", "CITATION.cff", ".ci/conda/recipe.yaml"):
+        found = re.search(r'^ *version(?: =|:) "?([\w.]+)', (ROOT / name).read_text(), re.MULTILINE)
+        assert found is not None
+        assert found[1] == __version__, name
 
 
 def test_pickles_of_0_1_0_find_the_wrapper() -> None:
