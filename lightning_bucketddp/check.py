@@ -83,7 +83,7 @@ class Size:
         width: Of its layers.
         depth: How many layers it has.
         rows: Of a batch.
-        rounds: Blocks of steps that are timed; both wrappers in each.
+        rounds: Blocks of steps that are timed; both wrappers in each. With 0 no times are taken.
         seconds: What a block should take.
         bucket_mb: The largest bucket, in MiB; None for the wrappers' own choice.
     """
@@ -98,7 +98,7 @@ class Size:
 
 ON_ACCELERATOR = Size(width=1024, depth=24, rows=4096, rounds=10, seconds=0.4)
 ON_CPU = Size(width=256, depth=16, rows=32, rounds=10, seconds=0.4, bucket_mb=1)
-QUICK = Size(width=32, depth=3, rows=8, rounds=2, seconds=0.0, bucket_mb=0.005)
+QUICK = Size(width=32, depth=3, rows=8, rounds=0, seconds=0.0, bucket_mb=0.005)
 
 DESCRIPTION = (
     "Compare this package with torch's DDP: gradients, weights, time and memory, on all devices of this machine."
@@ -227,8 +227,8 @@ class Result:
         weights: The same of the weights' change.
         ranks_differ: The first tensor that is not the same on all ranks, to the last bit; empty if there is none.
         host_waits: How often the host waits for the device in a step's passes, with torch's DDP and with this package.
-        step_ms: Milliseconds of a step, of both: medians.
-        step_ratio: A step, of torch DDP's: the median over blocks.
+        step_ms: Milliseconds of a step, of both: medians; None without times.
+        step_ratio: A step, of torch DDP's: the median over blocks; None without times.
         peak_bytes: The most memory of the device, of both.
         buckets: Of this package's wrapper.
         early_launches: How many of them it launched before backward had ended.
@@ -240,8 +240,8 @@ class Result:
     weights: float
     ranks_differ: str
     host_waits: tuple[int, ...] | None
-    step_ms: tuple[float, ...]
-    step_ratio: float
+    step_ms: tuple[float, ...] | None
+    step_ratio: float | None
     peak_bytes: tuple[int, ...] | None
     buckets: int
     early_launches: int
@@ -261,7 +261,7 @@ def run_case(case: Case, size: Size, device: torch.device, ranks: Collectives) -
     names += [f"the parameter {name}" for name in peers[1].names]
     differ = [name for name, *digest in zip(names, *of_ranks, strict=True) if len(set(digest)) > 1]
     waits = [ranks.exchange_objects(peer.host_waits()) for peer in peers]
-    times = _times(peers, size, ranks)
+    times = _times(peers, size, ranks) if size.rounds else None
     last_pass = peers[1].net.last_pass()
     peers[1].net.close()
     result = Result(
@@ -270,8 +270,8 @@ def run_case(case: Case, size: Size, device: torch.device, ranks: Collectives) -
         max(weights),
         differ[0] if differ else "",
         tuple(max(found) for found in waits if None not in found) or None,
-        tuple(1000 * median(found) for found in times),
-        median(ours / theirs for theirs, ours in zip(*times, strict=True)),
+        None if times is None else tuple(1000 * median(found) for found in times),
+        None if times is None else median(ours / theirs for theirs, ours in zip(*times, strict=True)),
         tuple(peer.peak_bytes for peer in peers if peer.peak_bytes is not None) or None,
         len(last_pass.buckets),
         last_pass.early_launches,
@@ -345,8 +345,8 @@ def _row(found: Result) -> tuple[str, ...]:
         f"{found.weights:.0e}",
         "differ" if found.ranks_differ else "equal",
         "-" if waits is None else f"{waits[1]} ({waits[0]})",
-        f"{found.step_ms[1]:.2f}",
-        f"{found.step_ratio:.3f}",
+        "-" if found.step_ms is None else f"{found.step_ms[1]:.2f}",
+        "-" if found.step_ratio is None else f"{found.step_ratio:.3f}",
         "-" if peak is None else f"{peak[1] / 2**20:.0f}",
         "-" if peak is None else f"{peak[1] / peak[0]:.3f}",
         "WRONG" if found.wrong else "right",

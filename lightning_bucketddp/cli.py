@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     checks.add_argument(
         "--output", metavar="FILE", help="write what was found as JSON, to keep or to attach to a report"
     )
-    checks.add_argument("--quick", action="store_true", help="a tiny model, a few steps; its times mean nothing")
+    checks.add_argument("--quick", action="store_true", help="a tiny model, a few steps, no times")
     options = parser.parse_args(arguments)
     if options.command == "check":
         return check.main(options.quick, options.output)
@@ -57,9 +57,10 @@ def describe() -> str:
         "pytorch-lightning": check.version_of("pytorch-lightning") or "not installed",
         "devices": "cpu" if accelerator is None else f"{torch.accelerator.device_count()} x {accelerator.type}",
         "backends": ", ".join(available_backends()),
-        "Trainer(strategy=...)": _grouped([*REGISTERED, *DP_NAMES]),
-        "Fabric(strategy=...)": _grouped(REGISTERED),
     }
+    if any(map(check.version_of, ("lightning", "pytorch-lightning"))):
+        lines["Trainer(strategy=...)"] = _grouped([*REGISTERED, *DP_NAMES])
+        lines["Fabric(strategy=...)"] = _grouped(REGISTERED)
     return "\n".join(
         textwrap.fill(f"{name:21}  {text}", 100, subsequent_indent=" " * 23) for name, text in lines.items()
     )

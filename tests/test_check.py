@@ -1,7 +1,10 @@
 """``python -m lightning_bucketddp check``: it finds nothing wrong here, and each kind of fault that is put in."""
 
+import io
 import json
 import warnings
+from contextlib import redirect_stdout
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +31,10 @@ def run_cases(wrap: Any, *names: str) -> dict[str, check.Result]:
 @on_ranks(2)
 def test_all_is_right_here_and_the_file_says_so(tmp_path: Path) -> None:
     file = tmp_path / "check.json"
-    assert check.run_rank(quick=True, output=str(file))
+    with redirect_stdout(io.StringIO()) as printed:
+        assert check.run_rank(quick=True, output=str(file))
+    rows = [line.split() for line in printed.getvalue().splitlines() if line.endswith("right")]
+    assert [row[-7:] for row in rows] == [["equal", *"-----", "right"]] * len(check.CASES) * (dist.get_rank() == 0)
     dist.barrier()
     report = json.loads(file.read_text())
     assert report["wrong"] == []
@@ -41,9 +47,19 @@ def test_all_is_right_here_and_the_file_says_so(tmp_path: Path) -> None:
         assert 0 <= found["weights"] <= max(case.within, 1e-3)
         low = case.dtype is torch.bfloat16 or "wire_dtype" in case.options
         assert (found["gradients"] > 0) == low, "in fp32 two ranks have one order of summation"
-        assert found["step_ratio"] > 0
+        assert found["step_ms"] is found["step_ratio"] is None
         assert found["buckets"] > 2
         assert found["early_launches"] > 0 or case.hook is not None
+
+
+@on_ranks(2)
+def test_steps_are_timed_unless_it_is_to_be_quick() -> None:
+    timed = replace(check.QUICK, rounds=2)
+    found = check.run_case(check.CASES[0], timed, torch.device("cpu"), Collectives(None))
+    theirs, ours = found.step_ms or ()
+    assert min(theirs, ours) > 0
+    assert check._row(found)[5] == f"{ours:.2f}"
+    assert float(check._row(found)[6]) == pytest.approx(found.step_ratio, abs=1e-3)
 
 
 class Unaveraged(BucketDDP):

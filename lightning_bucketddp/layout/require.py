@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from difflib import get_close_matches
 from types import UnionType
 from typing import Any
 
@@ -34,6 +35,18 @@ def require(
         raise TypeError(message)
     if value is not None and not fits(value):
         raise ValueError(message)
+
+
+def require_names(owner: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Require that an owner has arguments of these names.
+
+    Raises:
+        TypeError: If it lacks one; says which one is like it.
+    """
+    for name in given:
+        if name not in known:
+            like = "".join(f"; did you mean {one!r}?" for one in get_close_matches(name, known, 1))
+            raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}{like}")
 
 
 def require_choice(name: str, value: object, choices: tuple[str, ...], optional: bool = False) -> None:

@@ -65,6 +65,7 @@ class StepSkips(Participant):
     Attributes:
         skipped: Whether all ranks skip the step of the last pass.
         left_to_scaler: Whether its gradients were left to a GradScaler, instead of dropped.
+        place: Where the step is, in a strategy's words.
         scaler_skips: Whether a GradScaler looks for gradients that are not finite. They then stay, so that it skips the
             step and lowers its scale.
     """
@@ -73,6 +74,7 @@ class StepSkips(Participant):
         self._options, self._ranks = options, ranks
         self._norms = _Norms(options.skip_norm_above, ranks, groups, device)
         self.skipped = self.left_to_scaler = self.scaler_skips = False
+        self.place = ""
         self._in_a_row = 0
         self._asked = ""  # why this rank asks for a skip
         self._seen: list[tuple[list[str], Tensor]] = []  # the largest values of this rank's gradients, by name
@@ -141,15 +143,15 @@ class StepSkips(Participant):
         result.this_pass.dropped = not self.left_to_scaler
         self._in_a_row += 1
         everyone = self._ranks.objects(self._own(), "why a step is skipped", Phase.PASS)
-        reason, number = _describe(everyone, why), result.this_pass.number
+        reason, which = _describe(everyone, why), f"pass {result.this_pass.number}{self.place}"
         if self._in_a_row > (most := self._options.max_skipped):
             raise GradientError(
                 f"rank {self._ranks.rank}: expected at most max_skipped={most} skipped steps in a row, "
-                f"found another one in pass {number}: {reason}. Look at the batches, and at the learning rate"
+                f"found another one in {which}: {reason}. Look at the batches, and at the learning rate"
             )
         if self._ranks.rank == 0:
             in_a_row = f"{self._in_a_row} in a row so far"
-            warnings.warn(f"rank 0: all ranks skip the step of pass {number}, {in_a_row}: {reason}", stacklevel=2)
+            warnings.warn(f"rank 0: all ranks skip the step of {which}, {in_a_row}: {reason}", stacklevel=2)
 
     def _sparse_values(self) -> dict[str, Tensor]:
         """By name, the elements of gradients without a slot."""

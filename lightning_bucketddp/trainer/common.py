@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.layout.registry import FOLDERS
-from lightning_bucketddp.layout.require import require
+from lightning_bucketddp.layout.require import require, require_names
 from lightning_bucketddp.peers.abort_listener import AbortListener, listen
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 from lightning_bucketddp.wrapper.runtime import require_fit_group
@@ -50,17 +50,22 @@ def forwarded(call: Callable[Concatenate[BucketDDP, _P], _R]) -> Callable[Concat
     return method
 
 
-def divided(base: type, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def divided(
+    owner: str, base: type, kind: type[Options], args: tuple[Any, ...], given: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Divide a strategy's arguments into those of Lightning's class, with its defaults, and the options.
 
     What is one of either, as ``timeout`` is, goes to both.
 
     Args:
+        owner: The strategy's name.
         base: Lightning's class.
+        kind: The class of the options.
         args: By position: Lightning's.
         given: By name.
 
     Raises:
+        TypeError: If an argument is unknown.
         TypeError, ValueError: If this platform does not have the start method.
     """
     bound = inspect.signature(base).bind(*args, **given)
@@ -70,6 +75,7 @@ def divided(base: type, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[d
     wanted = f"one of {available}, the start methods on this platform"
     require("start_method", lightnings["start_method"], wanted, str, available.__contains__)
     options = lightnings.pop("kwargs")
+    require_names(owner, options, (*kind.__match_args__, *lightnings))
     return lightnings, {**options, **{name: lightnings[name] for name in lightnings if name in Options.__match_args__}}
 
 

@@ -54,7 +54,7 @@ class BucketDDPFabricStrategy(DDPStrategy):
 
     @common.list_options(DDPStrategy, Options)
     def __init__(self, *args: Any, **given: Any) -> None:
-        lightnings, options = common.divided(DDPStrategy, args, given)
+        lightnings, options = common.divided(type(self).__name__, DDPStrategy, Options, args, given)
         self._options = Options(**options)  # raises before ranks are started
         super().__init__(**lightnings)
         self._backward_sync_control = _BackwardSync()  # type: ignore[assignment]

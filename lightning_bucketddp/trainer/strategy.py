@@ -100,7 +100,7 @@ class BucketDDPStrategy(EachSampleOnce):
 
     @common.list_options(DDPStrategy, TrainerOptions)
     def __init__(self, *args: Any, **given: Any) -> None:
-        lightnings, options = common.divided(DDPStrategy, args, given)
+        lightnings, options = common.divided(type(self).__name__, DDPStrategy, TrainerOptions, args, given)
         self._options = with_ddp_hook(TrainerOptions(**options), lightnings)  # raises before ranks are started
         lightnings["ddp_comm_state"] = self._options.comm_hook_state
         lightnings |= common.of_torch(options)  # for programs that look at them

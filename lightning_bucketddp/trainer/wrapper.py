@@ -117,6 +117,14 @@ class BucketDDPInTrainer(BucketDDPInLightning):
         name, found = type(callback).__name__, type(trainer.strategy).__name__
         raise MisconfigurationException(f"expected strategy='bucketddp' for {name}, found {found}")
 
+    def begin_step(self) -> None:
+        """Note that a training step begins, and which one, should it be skipped."""
+        super().begin_step()
+        if (skips := self._passes.wrapped.context.skips) is not None:
+            trainer: Any = self.module.trainer
+            batch, epoch = trainer.fit_loop.epoch_loop.batch_idx, trainer.current_epoch
+            skips.place = f" (batch {batch} of epoch {epoch}, global_step {trainer.global_step})"
+
     def loss_of_none(self) -> Tensor:
         """A loss in place of None, which reaches no parameter: this rank takes part, as others may have a real one."""
         if self.samples is not None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_bucketddp.comm.hooks import CommHook, HookFunction
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.layout.plan import Layout
-from lightning_bucketddp.layout.require import require
+from lightning_bucketddp.layout.require import require, require_names
 from lightning_bucketddp.optim.swap import Swap
 from lightning_bucketddp.peers.machines import Node
 from lightning_bucketddp.reducer.passes import Passes
@@ -105,6 +105,7 @@ class BucketDDP(nn.Module, Joinable):
         self.register_load_state_dict_pre_hook(add_own_name)
         given = {**dict(zip(Options.__match_args__, torch_options, strict=False)), **options}
         try:
+            require_names(type(self).__name__, options, Options.__match_args__)
             self._options = Options(*torch_options, **options)
             require("module", module, "an nn.Module", nn.Module)
             require_valid_parameters(module, self._may_be_frozen)

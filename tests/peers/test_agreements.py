@@ -62,7 +62,11 @@ def test_an_error_in_wrapping_reaches_the_other_ranks() -> None:
     mine = dist.get_rank() == 1
     for module, options, message in [
         (Mlp(), {"timeout": -5}, "expected timeout to be None or a positive timedelta, found -5"),
-        (Mlp(), {"overlaps": True}, "unexpected keyword argument 'overlaps'"),
+        (
+            Mlp(),
+            {"overlaps": True},
+            "BucketDDP() got an unexpected keyword argument 'overlaps'; did you mean 'overlap'?",
+        ),
         (Mlp(), {"device_ids": [0]}, "expected no device_ids"),
         ("x", {}, "expected module to be an nn.Module, found 'x'"),
         (Mlp().requires_grad_(False), {}, "expected at least one parameter that requires grad"),

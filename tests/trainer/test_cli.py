@@ -12,7 +12,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from lightning_bucketddp import BucketDDPStrategy, BucketDPStrategy, __version__, check
-from lightning_bucketddp.cli import main
+from lightning_bucketddp.cli import describe, main
 from lightning_bucketddp.layout.options import TrainerOptions
 from lightning_bucketddp.layout.registry import REGISTERED
 from tests.trainer.cli_models import Model
@@ -27,7 +27,7 @@ def _own_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's
 
 
-def test_versions_and_names_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_versions_and_names_are_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main([]) == 0
     entries = re.findall(r"^(\S+) +((?:.|\n +)+)$", capsys.readouterr().out, re.MULTILINE)
     found = {name: " ".join(value.split()) for name, value in entries}
@@ -39,6 +39,8 @@ def test_versions_and_names_are_printed(capsys: pytest.CaptureFixture[str]) -> N
     for package in ("lightning", "pytorch-lightning"):
         assert found[package] == (check.version_of(package) or "not installed")
     assert "gloo" in found["backends"]
+    monkeypatch.setattr(check, "version_of", lambda package: None)
+    assert not re.search("strategy|Trainer|Fabric", describe())
     shows = {"--version": f"lightning_bucketddp {__version__}", "--help": "usage: python -m lightning_bucketddp "}
     for option, expected in shows.items():
         with pytest.raises(SystemExit, match="0"):

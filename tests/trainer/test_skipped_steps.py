@@ -106,8 +106,10 @@ def test_optimizer_and_scheduler_leave_a_step_out(
     """Weights and learning rate are those of a run without the batches of the step."""
     model, never = Sometimes(fault, at), Sometimes("none", at=0)
     window, per_epoch = at // accumulate, 6 // accumulate
-    told = "all ranks skip the step of pass {}, 1 in a row so far: " + WORDS[fault]
-    with warns_of(told.format(window), told.format(per_epoch + window)):
+    batch = (window + 1) * accumulate - 1
+    told = "skip the step of pass {} (batch {} of epoch {}, global_step {}), 1 in a row so far: " + WORDS[fault]
+    places = [(epoch * per_epoch + window, epoch) for epoch in (0, 1)]
+    with warns_of(*(told.format(step, batch, epoch, step) for step, epoch in places)):
         runs = fit(model, data(), accumulate=accumulate, skip_step_on=["nonfinite", "oom"], **options)
     reference = fit(never, without(window * accumulate, accumulate), accumulate=accumulate, **options)
     close_to(model, never)
@@ -161,7 +163,8 @@ def test_too_many_in_a_row_are_an_error_on_all_ranks() -> None:
     model = Everytime("NaN", at=0)
     before = [param.clone() for param in model.parameters()]
     words = (
-        r"rank {}: expected at most max_skipped=2 skipped steps in a row, found another one in pass 2: rank 1 has NaN"
+        r"rank {}: expected at most max_skipped=2 skipped steps in a row, found another one in pass 2 "
+        r"\(batch 2 of epoch 0, global_step 2\): rank 1 has NaN"
     )
     with warns_of("1 in a row", "2 in a row"), raises_soon(GradientError, match=words.format(dist.get_rank())):
         fit(model, data(), skip_step_on=["nonfinite"], max_skipped=2)

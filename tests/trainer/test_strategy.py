@@ -202,6 +202,9 @@ PERIODIC = {**AVERAGING, "model_averaging_period": 2}
         ({"shard_optimizer": True, "use_contiguous_buffers": False}, "shard_optimizer=True divides contiguous buffers"),
         ({"uneven_inputs": "active_ranks", "gradient_divide_by": "tokens"}, "each says what gradients are divided by"),
         ({"mixed_precision": True}, "mixed_precision"),
+        ({"bucket_cap": 4}, r"^BucketDDPStrategy\(\) got .* 'bucket_cap'; did you mean 'bucket_cap_mb'\?"),
+        ({"process_group_backends": "gloo"}, r"'process_group_backends'; did you mean 'process_group_backend'\?"),
+        ({"unheard_of": 4}, "unexpected keyword argument 'unheard_of'$"),
     ],
 )
 def test_a_choice_that_cannot_be_honoured_is_refused_at_once(options: dict[str, Any], message: str) -> None:
