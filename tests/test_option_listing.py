@@ -1,6 +1,7 @@
-"""What ``--help`` and YAML show of the strategies' arguments: names, defaults, types and texts."""
+"""What ``--help``, YAML and the documentation show of options: names, defaults, types and texts."""
 
 import re
+import runpy
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from lightning.pytorch.strategies import Strategy
 from packaging.version import Version
 
 from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy
+from tests.pool import ROOT
 
 LISTED = Path(__file__).parent / "option_listing"
 """One line per argument: its name, its default in YAML, its type and its default in help."""
@@ -41,3 +43,11 @@ def test_help_and_yaml_list_names_defaults_and_types(strategy: type, capsys: pyt
     lines = [f"{name}: {value}  # {shown[name]}" for name, value in arguments.items()]
     assert lines == (LISTED / f"{strategy.__name__}.txt").read_text().splitlines()
     assert parser.dump(parser.parse_object(yaml.safe_load(written)), skip_none=False) == written
+
+
+def test_the_documentation_lists_all_options_and_calls() -> None:
+    reference = runpy.run_path(str(ROOT / "docs" / "reference.py"))
+    for page, text in reference["pages"]().items():
+        assert page.read_text() == text, f"{page.name}: run `python docs/reference.py`"
+        for name in re.findall(r"^(\w+):", (LISTED / "BucketDDPStrategy.txt").read_text(), re.MULTILINE):
+            assert page.name != "options.md" or text.count(f"\n| `{name}` | `") == 1, name
