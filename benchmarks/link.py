@@ -8,8 +8,8 @@
 
 In a virtual environment write ``sudo "$(which python)"``.
 
-Two ranks run real gloo, each in its own network namespace; a virtual cable of limited rate joins them. The model's
-layers sleep instead of computing, as an accelerator leaves the processor idle. So a step's time shows how much of the
+Two ranks run real gloo, each in its own network namespace; a virtual cable of limited rate joins them. Each layer of the
+model is a timed sleep, which imitates a GPU: the processor is idle meanwhile. So a step's time shows how much of the
 communication a peer hides. Every peer runs in every round, in reverse order in every second one. Figures are medians
 over rounds; ratios compare the same round. The ranks' hosts have one name. Trainers have ``num_nodes=2``, and
 ``LOCAL_WORLD_SIZE`` is set as ``torchrun`` sets it, for the plain loops; with ``--num-nodes-only`` it is not.

@@ -65,7 +65,7 @@ WARM_UP = 3
 def adamw(params: Any) -> torch.optim.Optimizer:
     """The optimizer of every peer. Peers with a sharded optimizer divide its work.
 
-    It is fused. Layers only sleep, as if an accelerator computed, but the optimizer runs on the processor, so it should
+    It is fused. Each layer is a timed sleep, which imitates a GPU. The optimizer runs on the processor, so it should
     be short. The default implementation takes three to six times as long, as it allocates intermediate results.
     """
     return torch.optim.AdamW(params, lr=LEARNING_RATE, fused=True)

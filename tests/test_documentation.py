@@ -121,7 +121,7 @@ def test_every_page_is_in_the_site() -> None:
 
 def test_readme_is_short() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 130
+    assert len(lines) <= 160, "the list of pages has a line for each"
     assert sum(len(line.split()) for line in lines) <= 900
 
 
@@ -145,8 +145,8 @@ def test_figures_in_tables_are_those_of_the_files_that_are_cited_above_them() ->
 def test_figures_over_the_link_are_those_of_the_file() -> None:
     """In whole per cent of the time that ``ddp`` needs as shipped."""
     pages = {name: (ROOT / name).read_text() for name in ("README.md", "docs/performance.md")}
-    for page in pages.values():
-        assert "2026-11-26-link.png" in page
+    assert "2026-11-26-link.png" in pages["docs/performance.md"]
+    assert "docs/pictures/step.svg" in pages["README.md"]
     shares, steps = dict[str, str](), dict[str, str]()
     for line in (RESULTS / "2026-11-26-link.txt").read_text().splitlines():
         row = re.match(r"(\S.*?)  +(\d+) +(\d\.\d{3})(?: |$)", line)
