@@ -338,7 +338,7 @@ def plot(results: list[dict[str, Any]]) -> Any:
     axis.axhline(1, color="0.3", lw=0.8)
     axis.axhline(GOAL, color="tab:green", ls="--", lw=1, label=f"goal of bucketddp: {GOAL:g}")
     axis.set_xticks(range(len(results)), [f"{one['model']}\n{one['precision']}" for one in results])
-    axis.set_ylabel("step, of the unwrapped module's")
+    axis.set_ylabel("step time relative to the unwrapped module")
     axis.set_title("One accelerator: what wrappers add to a step (lower is better; bars begin at 1)")
     axis.margins(y=0.15)
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, frameon=False)

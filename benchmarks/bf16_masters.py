@@ -3,8 +3,8 @@
     python benchmarks/bf16_masters.py [--seeds 3] [--steps 400] [--lr 2e-4]
 
 A small transformer learns the standard library's source text on two CPU
-ranks, through a Trainer. Every run has the same initial weights and batches: in fp32 by ddp, in
-``precision="bf16-true"`` by ddp, and in ``"bf16-true"`` with fp32 gradients and sharded fp32 masters
+ranks, through a Trainer. Every run has the same initial weights and batches: by ddp in fp32, in
+``precision="bf16-mixed"`` and in ``"bf16-true"``; and in ``"bf16-true"`` with fp32 gradients and sharded fp32 masters
 (``grad_dtype="float32", shard_optimizer=True``). The learning rate is small: most updates are less than half of the
 distance between a weight and the next bf16 number, and are lost if they are added in bf16.
 
@@ -36,8 +36,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_bucketddp import BucketDDPStrategy
 
 RANKS, BATCH, LENGTH, HELD_OUT = 2, 16, 64, 128
-FP32, BF16, MASTERS = "ddp, fp32", "ddp, bf16-true", "bucketddp_sharded, bf16-true, fp32 masters"
-COLOURS = {FP32: "tab:orange", BF16: "tab:red", MASTERS: "tab:blue"}
+FP32, MIXED, BF16 = "ddp, fp32", "ddp, bf16-mixed", "ddp, bf16-true"
+MASTERS = "bucketddp_sharded, bf16-true, fp32 masters"
+COLOURS = {FP32: "tab:orange", MIXED: "tab:green", BF16: "tab:red", MASTERS: "tab:blue"}
 
 
 def strategies() -> dict[str, tuple[Callable[[], Any], str]]:
@@ -49,7 +50,12 @@ def strategies() -> dict[str, tuple[Callable[[], Any], str]]:
     def ddp() -> DDPStrategy:
         return DDPStrategy(cluster_environment=StartedRanks())
 
-    return {FP32: (ddp, "32-true"), BF16: (ddp, "bf16-true"), MASTERS: (masters, "bf16-true")}
+    return {
+        FP32: (ddp, "32-true"),
+        MIXED: (ddp, "bf16-mixed"),
+        BF16: (ddp, "bf16-true"),
+        MASTERS: (masters, "bf16-true"),
+    }
 
 
 class _Losses(pl.Callback):
@@ -141,10 +147,10 @@ def plot(curves: Curves, lr: float) -> Any:
             axis.fill_between(
                 steps, [min(one) for one in each], [max(one) for one in each], color=COLOURS[name], alpha=0.2
             )
-        axis.set_xlabel("step")
-    left.set_xlabel("step")
+    left.set_xlabel("training step")
+    right.set_xlabel("training step")
     left.set_ylabel("held-out loss in nats per byte")
-    right.set_ylabel("above fp32's of the same seed")
+    right.set_ylabel("held-out loss above that of\nfp32 with the same seed")
     left.legend(frameon=False)
     figure.suptitle(
         f"bf16 parameters with and without fp32 masters, learning rate {lr:g}, {len(reference)} seeds "

@@ -175,7 +175,7 @@ def plot(results: Results) -> Any:
         axis.barh(list(found), widths, left=left, color=colour, label=what)
         left = [one + width for one, width in zip(left, widths, strict=True)]
     axis.invert_yaxis()
-    axis.set_xlabel("ms per checkpoint")
+    axis.set_xlabel("time per checkpoint in ms")
     axis.set_title("What a checkpoint costs training: shorter is better")
     axis.legend(frameon=False)
     return figure

@@ -272,20 +272,19 @@ def plot(results: list[dict[str, Any]]) -> Any:
     pyplot = plots()
     panels = [(one, "step_s", BEST) for one in sorted({result["accumulation"] for result in results})]
     panels += [(accumulation, "local_pass_s", UNWRAPPED) for accumulation, _, _ in panels if accumulation > 2]
-    height = 2.9 * len(panels)
+    height = 3.6 * len(panels)
     figure, axes = pyplot.subplots(len(panels), 1, figsize=(12, height), squeeze=False, constrained_layout=True)
     for axis, (accumulation, kind, reference) in zip(axes[:, 0], panels, strict=True):
         chosen = [result for result in results if result["accumulation"] == accumulation]
         _bars(axis, chosen, kind, reference)
-        passes = "1 pass" if accumulation == 1 else f"{accumulation} passes"
-        of_ddp = "of ddp's at its best flags"
+        passes = "one pass" if accumulation == 1 else f"{accumulation} passes"
         if kind == "step_s":
-            axis.set_title(f"Steps of {passes}: less is better")
-            axis.set_ylabel(f"step, {of_ddp}")
+            axis.set_title(f"Steps of {passes}: lower is better")
+            axis.set_ylabel("step time relative to\nddp at its best flags")
         else:
-            axis.set_title(f"Local passes after the first, in steps of {passes}: less is better")
-            axis.set_ylabel("pass, of the unwrapped module's")
-        axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+            axis.set_title(f"Local passes after the first, in steps of {passes}: lower is better")
+            axis.set_ylabel("pass time relative to\nthe unwrapped module")
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3, frameon=False)
     return figure
 
 
@@ -297,7 +296,7 @@ def _bars(axis: Any, results: list[dict[str, Any]], kind: str, reference: str) -
         first = not at  # names each colour once in the legend
         if reference == BEST:
             low, high = _spread(peers[TWIN], peers[BEST])
-            label = "noise (quartiles)" if first else None
+            label = "noise: ddp, best flags, a second time (quartiles)" if first else None
             axis.fill_between([at - 0.47, at + 0.47], low, high, color="k", alpha=0.15, zorder=3, lw=0, label=label)
         for place, name in enumerate(name for name in shown if name in peers):
             ratio, (low, high) = paired_ratio(peers[name], peers[reference]), _spread(peers[name], peers[reference])
@@ -309,7 +308,7 @@ def _bars(axis: Any, results: list[dict[str, Any]], kind: str, reference: str) -
     axis.axhline(1, color=COLOURS[reference], lw=1.5, zorder=3.5, label=reference)
     axis.set_ylim(0, top)
     axis.set_xticks(range(len(results)), [f"{one['model']} ({one['best_cap']})" for one in results])
-    axis.set_xlabel("model (ddp's best bucket size)")
+    axis.set_xlabel("model (in brackets: the best bucket size for ddp)")
 
 
 def main() -> None:

@@ -8,10 +8,10 @@
 
 In a virtual environment write ``sudo "$(which python)"``.
 
-Two ranks run real gloo, each in its own network namespace; a virtual cable of limited rate joins them. Each layer of the
-model is a timed sleep, which imitates a GPU: the processor is idle meanwhile. So a step's time shows how much of the
-communication a peer hides. Every peer runs in every round, in reverse order in every second one. Figures are medians
-over rounds; ratios compare the same round. The ranks' hosts have one name. Trainers have ``num_nodes=2``, and
+Two ranks run real gloo, each in its own network namespace; a virtual cable of limited rate joins them. Each layer of
+the model is a timed sleep, which imitates a GPU: the processor is idle meanwhile. So a step's time shows how much of
+the communication a peer hides. Every peer runs in every round, in reverse order in every second one. Figures are
+medians over rounds; ratios compare the same round. The ranks' hosts have one name. Trainers have ``num_nodes=2``, and
 ``LOCAL_WORLD_SIZE`` is set as ``torchrun`` sets it, for the plain loops; with ``--num-nodes-only`` it is not.
 
 The reference case has 24 layers, 58 MB of gradients, 4 ms forward and 8 ms backward a layer, and 2 Gbit/s. In the
@@ -39,9 +39,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from link_cases import NBYTES, REFERENCE_RATE, SHAPES, Case, case_of, reference, shaped, swept
-from link_report import NOTES, SHIPPED, UNSYNCHRONISED, Measured, described, drawn_reference, drawn_sweep
+from link_report import NOTES, SHIPPED, UNSYNCHRONISED, Measured, described, drawn_reference
 from namespaces import ADDRESSES, limit, own_prefix, two_hosts, why_not
-from paced import EVEN
 from report import median, save
 
 PORT = 29511
@@ -285,7 +284,7 @@ def main() -> None:
             print(lines[-1], flush=True)
     if arguments.quick or (arguments.only and not arguments.save_as):
         return
-    (first, of_first), *others = found.items()
+    first, of_first = next(iter(found.items()))
     cases = [{"case": asdict(case), "ratio": case.ratio, **asdict(measured)} for case, measured in found.items()]
     stem = save(
         arguments.save_as or "link",
@@ -293,8 +292,6 @@ def main() -> None:
         "\n".join(lines),
         drawn_reference(first, of_first),
     )
-    if drawn := {case: measured for case, measured in others if case.sizes == EVEN}:
-        drawn_sweep(drawn).savefig(stem.with_name(f"{stem.name}-sweep.png"), bbox_inches="tight")
     print(stem)
 
 

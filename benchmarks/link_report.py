@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from link_cases import NBYTES, REFERENCE_RATE, Case, least_exposed, least_exposed_sharded, wire_seconds
+from link_cases import NBYTES, Case, least_exposed, least_exposed_sharded, wire_seconds
 from paced import EVEN
 from report import median, paired_ratio, plots, table
 
@@ -160,18 +160,18 @@ def drawn_reference(case: Case, measured: Measured) -> Any:
             behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # hides the lines of bounds
             panel.text(max(steps) + 5, at, f"{middle:.0f}", va="center", fontsize=8, bbox=behind)
         alone = median(measured.steps[UNSYNCHRONISED + PLAIN * plain]) * 1e3
-        panel.axvline(alone, color="C2", label=f"unsynchronised, {alone:.0f} ms")
+        panel.axvline(alone, color="C2", label=f"step without synchronisation: {alone:.0f} ms")
         bound = measured.bound(plain) * 1e3
-        panel.axvline(bound, color="C3", linestyle="--", label=f"{BOUND}, {bound:.0f} ms")
+        panel.axvline(bound, color="C3", linestyle="--", label=f"least with an all-reduce: {bound:.0f} ms")
         bound = measured.sharded_bound(plain) * 1e3
-        panel.axvline(bound, color="C1", linestyle="-.", label=f"{SHARDED_BOUND}, {bound:.0f} ms")
+        panel.axvline(bound, color="C1", linestyle="-.", label=f"least with a sharded optimizer: {bound:.0f} ms")
         bound = measured.half_bound(plain) * 1e3
-        panel.axvline(bound, color="C4", linestyle=":", label=f"{HALF_BOUND}, {bound:.0f} ms")
+        panel.axvline(bound, color="C4", linestyle=":", label=f"least with an all-reduce in 16 bits: {bound:.0f} ms")
         panel.set_yticks(range(len(peers)), [peer.removesuffix(PLAIN) for peer in peers])
         panel.invert_yaxis()
-        panel.set_ylabel("plain loop" if plain else "Trainer")
+        panel.set_ylabel("wrappers in a plain loop" if plain else "strategies in a Trainer")
         panel.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, fontsize=8)
-    panels[-1][0].set_xlabel("median step in ms; whiskers: fastest and slowest round")
+    panels[-1][0].set_xlabel("median step time in ms; whiskers: fastest and slowest round")
     figure.suptitle(
         f"Step time over a link of {case.rate:g} Gbit/s, {NBYTES / 1e6:.0f} MB of gradients: shorter is better"
     )
@@ -179,46 +179,5 @@ def drawn_reference(case: Case, measured: Measured) -> Any:
     return figure
 
 
-def drawn_sweep(found: Mapping[Case, Measured]) -> Any:
-    """Step time relative to ddp's over the rate and over the ratio, as far as there are several."""
-    pyplot = plots()
-    rates = {case.rate: measured for case, measured in found.items() if _is(case.ratio, 1.0)}
-    ratios = {case.ratio: measured for case, measured in found.items() if _is(case.rate, REFERENCE_RATE)}
-    over_ratio = f"time of backward / of an all-reduce, at {REFERENCE_RATE:g} Gbit/s"
-    drawn = [(rates, "rate of the link in Gbit/s, at ratio 1"), (ratios, over_ratio)]
-    drawn = [(by_x, label) for by_x, label in drawn if len(by_x) > 1] or drawn
-    figure, (panels,) = pyplot.subplots(
-        1, len(drawn), sharey=True, squeeze=False, figsize=(max(6, 4.5 * len(drawn)), 3.8)
-    )
-    for panel, (by_x, label) in zip(panels, drawn, strict=True):
-        panel.set_xlabel(label)
-        xs = sorted(by_x)
-        for peer in next(iter(found.values())).steps:
-            values = [paired_ratio(by_x[x].steps[peer], by_x[x].steps[SHIPPED]) for x in xs]
-            style = "o-" if _is_ours(peer) or peer == SHIPPED else "o--"
-            panel.plot(xs, values, style, markersize=4, label=peer)
-        for name, style, bound in (
-            (BOUND, ":", Measured.bound),
-            (HALF_BOUND, (0, (1, 4)), Measured.half_bound),
-            (SHARDED_BOUND, "-.", Measured.sharded_bound),
-        ):
-            bounds = [bound(by_x[x], False) / median(by_x[x].steps[SHIPPED]) for x in xs]
-            panel.plot(xs, bounds, linestyle=style, color="0.3", label=name)
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(xs, [f"{x:.2g}" for x in xs])
-        panel.minorticks_off()
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("step time / that of ddp as shipped")
-    figure.suptitle("Step time relative to ddp's: lower is better")
-    figure.tight_layout()
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0.01), ncols=4, frameon=False)
-    return figure
-
-
 def _is_ours(peer: str) -> bool:
     return peer.lower().startswith("bucketddp")
-
-
-def _is(value: float, expected: float) -> bool:
-    return abs(value / expected - 1) < 1e-6

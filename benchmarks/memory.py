@@ -505,13 +505,12 @@ def plot(results: dict[str, dict[str, Account]]) -> Any:
         for axis in (left, right):
             axis.invert_yaxis()
             axis.margins(x=0.16)
+            axis.set_xlabel("memory relative to the gradients in fp32")
         left.set_title(f"{model}: gradients and buckets")
         right.set_title(f"{model}: everything, when it is most")
-        left.set_xlabel("of the size of the gradients in fp32")
-        right.set_xlabel("of the size of the gradients in fp32")
     axes[0, 1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     figure.suptitle(
-        "Memory: less is better. Left: after backward (full), at most in a step (pale), in the first steps (dots)"
+        "Memory: lower is better. Left: after backward (full), at most in a step (pale), in the first steps (dots)"
     )
     return figure
 

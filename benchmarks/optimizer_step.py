@@ -180,8 +180,8 @@ def plot(worlds: dict[int, Any], elements: int) -> Any:
     axis.plot(xs, [1 / x for x in xs], ":", color="0.3", label="1 / ranks")
     axis.set_xticks(xs)
     axis.set_ylim(0, None)
-    axis.set_xlabel("ranks")
-    axis.set_ylabel("time sharded / unsharded, slowest rank")
+    axis.set_xlabel("number of ranks")
+    axis.set_ylabel("time relative to the unsharded step, slowest rank")
     axis.set_title(f"Time of the optimizer's step, {elements / 1e6:.0f} million parameters: lower is better")
     axis.legend(frameon=False)
     return figure

@@ -269,10 +269,10 @@ def plot(results: dict[str, Measured]) -> Any:
         axis.set_xscale("log")
         axis.set_yscale("log")
         axis.set_ylim(bottom=10)
-        axis.set_xlabel("parameters (16 elements each, one bucket)")
+        axis.set_xlabel("number of parameters (16 elements each, in one bucket)")
         axis.set_title(title)
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("µs added to a pass")
+    axes[0][0].set_ylabel("time added to a pass in µs")
     figure.suptitle(
         "Host time that a wrapper adds to forward and backward: lower is better.\n"
         "Missing points: no difference from the unwrapped module's time could be measured",

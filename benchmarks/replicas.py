@@ -168,7 +168,7 @@ def plot(results: dict[str, Seconds]) -> Any:
             axis.bar(at, second, bottom=first, color=COLOURS[peer], alpha=0.55)
         axis.set_xticks([])
         axis.set_title(title.replace(", ", ",\n"), fontsize=8)
-    axes[0][0].set_ylabel("ms per step: replicate (dark) and reduce (light)")
+    axes[0][0].set_ylabel("time per step in ms: replicate (dark) and reduce (light)")
     figure.suptitle("Time that replicas cost per step: lower is better", fontsize=10)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.tight_layout(rect=(0, 0.08, 1, 1))

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +19,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def environment() -> dict[str, str]:
-    """Hardware and versions."""
+    """Hardware, versions and the commit."""
     found = {name: _version(name) for name in ("torch", "lightning", "lightning-bucketddp")}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -30,7 +31,19 @@ def environment() -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         **found,
+        "commit": commit(),
     }
+
+
+def commit() -> str:
+    """The repository's commit, with ``-dirty`` behind it if files have changed since."""
+    # safe.directory: link.py runs as root, in a folder of the user's.
+    describe = ("git", "-c", "safe.directory=*", "describe", "--always", "--dirty", "--exclude=*")
+    try:
+        found = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):  # no git, or no repository
+        return "unknown"
+    return found.stdout.strip()
 
 
 def _version(name: str) -> str:
@@ -77,7 +90,7 @@ def plots() -> Any:
 
 
 def save(name: str, figures: Mapping[str, Any], text: str, plot: Any = None) -> Path:
-    """Write figures, hardware and versions to ``results/<date>-<name>.json``, the table and the plot beside it.
+    """Write figures, hardware, versions and the commit to ``results/<date>-<name>.json``, table and plot beside it.
 
     Args:
         name: The benchmark's name.
@@ -88,7 +101,7 @@ def save(name: str, figures: Mapping[str, Any], text: str, plot: Any = None) -> 
     RESULTS.mkdir(exist_ok=True)
     stem = RESULTS / f"{date.today().isoformat()}-{name}"
     stem.with_suffix(".json").write_text(json.dumps({"environment": environment(), **figures}, indent=1) + "\n")
-    stem.with_suffix(".txt").write_text(text + "\n")
+    stem.with_suffix(".txt").write_text(f"{text}\ncommit {commit()}\n")
     if plot is not None:
         plot.savefig(stem.with_suffix(".png"), bbox_inches="tight")
     return stem

@@ -252,10 +252,10 @@ def drawn(results: Results) -> Any:
         panel.set_xscale("log", base=2)
         panel.set_xticks(RANKS, [str(ranks) for ranks in RANKS])
         panel.minorticks_off()
-        panel.set_xlabel("ranks")
+        panel.set_xlabel("number of ranks")
         panel.set_title(site, fontsize=9)
         panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel("compute time / step time")
+    panels[0][0].set_ylabel("efficiency: compute time relative to step time")
     lines = [pyplot.Line2D([], [], color=f"C{color}", linewidth=3) for color in range(len(models))]
     lines += [pyplot.Line2D([], [], color="0.3", linestyle=style, linewidth=width) for style, width in styles.values()]
     names = [*models, *("25 MiB (torch DDP)" if name == "25 MiB" else name for name in styles)]

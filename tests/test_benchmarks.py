@@ -1,9 +1,12 @@
 """The benchmarks run, show what they promise and save nothing in a quick run; figures are not judged."""
 
+import json
 import math
 import re
+import subprocess
 from collections.abc import Callable, Iterator
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,6 +86,22 @@ def test_models_and_bounds_are_the_published_ones(monkeypatch: pytest.MonkeyPatc
     assert least_exposed(0.240, 1.0) == pytest.approx(0.010)
     # A layer's share of the reduce-scatter behind backward; the all-gather is longer than forward.
     assert least_exposed_sharded(0.240, 0.192, 0.096) == pytest.approx(0.005 + 0.004 + 0.120 - 0.096)
+
+
+def test_results_record_the_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import report
+
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"], ["tag", "v1"]):
+        subprocess.run([*git, *command], cwd=tmp_path, check=True)
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(report, "__file__", str(tmp_path / "report.py"))
+    stem = report.save("trial", {"seconds": 1.0}, "a table")
+    head = subprocess.run([*git, "rev-parse", "HEAD"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    (named,) = re.findall(r"^commit (\w{7,})$", stem.with_suffix(".txt").read_text(), re.MULTILINE)
+    assert head.startswith(named)
+    assert json.loads(stem.with_suffix(".json").read_text())["environment"]["commit"] == named
 
 
 @pytest.mark.slow

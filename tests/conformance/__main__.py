@@ -15,7 +15,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
 RANKS, TIMEOUT = 2, 120
 
 TEXT = PAGE.read_text(encoding="utf-8")
-HEAD = r"Of the (\d+) tests in torch ([\d.]+), torch's own class passes (\d+)\. `B.*, passes (\d+) of these \d+\. The other (\d+) are left out"
+HEAD = (
+    r"Of the (\d+) tests in torch ([\d.]+), torch's own class passes (\d+)\. `B.*, passes (\d+) of these \d+\. "
+    r"The other (\d+) are left out"
+)
 TOTAL, TORCH, *PASSING = re.findall(HEAD, " ".join(TEXT.split()))[0]
 ROWS = re.findall(r"^\| `(\w+)` \| (passes|fails) \| (passes|fails|left out|) \| (.*) \|$", TEXT, re.MULTILINE)
 TESTS = [name for name, *_ in ROWS]
