@@ -1,5 +1,6 @@
-"""MkDocs hook: pages link to examples, tests and benchmark figures by their path in the repository, as GitHub does."""
+"""MkDocs hook: links to examples, tests and benchmark figures work as on GitHub; long names may end a line."""
 
+import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -29,3 +30,8 @@ def on_page_markdown(markdown: str, **_: object) -> str:
     for folder in ("examples", "benchmarks", "tests"):
         markdown = markdown.replace(f"](../{folder}/", f"]({folder}/")
     return markdown
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Let names in tables end a line behind a mark, so that phones do not cut words."""
+    return re.sub(r"(?<=<code>)[^<]+(?=</code>)", lambda name: re.sub(r"([_./=]+)(?=\w)", r"\1<wbr>", name[0]), html)
