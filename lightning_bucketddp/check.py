@@ -224,13 +224,13 @@ class Result:
     Attributes:
         case: Its name.
         gradients: The largest relative difference of a gradient from torch DDP's.
-        weights: The same of the weights' change.
+        weights: The same for the change of a weight.
         ranks_differ: The first tensor that is not the same on all ranks, to the last bit; empty if there is none.
         host_waits: How often the host waits for the device in a step's passes, with torch's DDP and with this package.
-        step_ms: Milliseconds of a step, of both: medians; None without times.
-        step_ratio: A step, of torch DDP's: the median over blocks; None without times.
-        peak_bytes: The most memory of the device, of both.
-        buckets: Of this package's wrapper.
+        step_ms: Milliseconds of a step with either: medians; None without times.
+        step_ratio: Time of a step relative to torch DDP's: the median over blocks; None without times.
+        peak_bytes: The most memory of the device with either.
+        buckets: How many buckets this package's wrapper has.
         early_launches: How many of them it launched before backward had ended.
         wrong: What is wrong.
     """

@@ -106,7 +106,7 @@ def test_messages_of_the_troubleshooting_page_are_the_package_s() -> None:
             texts.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             texts.append(node.value)
-    messages = TROUBLESHOOTING.partition("## The commonest messages")[2]
+    messages = TROUBLESHOOTING.partition("## The most common messages")[2]
     headings = [heading.replace("`", "") for heading in re.findall(r"^### (.+)$", messages, re.MULTILINE)]
     assert len(headings) >= 10
     for heading in headings:

@@ -26,7 +26,7 @@ def use_in_this_thread(device: torch.device | None) -> None:
 
 
 def finishes_within(device: torch.device, seconds: float) -> bool:
-    """Whether all streams of an accelerator finish within so many seconds."""
+    """Whether all streams of an accelerator finish within a number of seconds."""
 
     def wait() -> None:
         with suppress(RuntimeError):  # whoever uses the device next raises it

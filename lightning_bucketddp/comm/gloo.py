@@ -19,8 +19,8 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.work import Handle, Handles, Stage, Stages, Work
 
 SHORT_BYTES = 256 * 1024
-"""Ranks send each other everything at once if that is at most so many bytes on each rank. More would be sent than by
-gloo's own collectives, in one round."""
+"""Up to this many bytes per rank, ranks send each other everything at once. These are more bytes than gloo's own
+collectives send, but in one round."""
 
 LONG_BYTES = 2 * 1024 * 1024
 """Longer messages from one rank to another travel in pieces.

@@ -39,8 +39,8 @@ class Lane(Protocol):
 
         Args:
             stages: The stages.
-            common: Whether they start in the group in which ranks in different passes still meet. Then the thread that
-                trains starts them.
+            common: Whether they start in the group of all ranks. Then the thread that trains starts them, so that ranks
+                that are in different passes find one another.
 
         Returns:
             The work to wait for.

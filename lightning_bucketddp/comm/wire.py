@@ -1,4 +1,4 @@
-"""The arithmetic of what travels. Pure functions of tensors.
+"""The arithmetic of messages: pure functions of tensors.
 
 Three ranks and a bucket of 7 elements: shards have 3 elements, 2 are padding::
 

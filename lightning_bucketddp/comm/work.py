@@ -184,8 +184,8 @@ def wait_for(handle: Handle) -> None:
             if handle.is_completed():
                 break  # in time after all, or with an error that the last wait raises
             if time.monotonic() - begin < POLL_SECONDS / 2:
-                raise  # not for want of time
-        poll()  # not in the handler: what it raises has nothing to do with the time being up
+                raise  # another error than a timeout
+        poll()  # not in the handler: its errors have nothing to do with the timeout
     handle.wait()
 
 

@@ -31,7 +31,7 @@ class Recorded(Protocol):
 
     Attributes:
         recorded: The parameters whose hooks have recorded that gradients are ready, and of which nobody was notified.
-        notify_after: So many of them may make a bucket full.
+        notify_after: Notify after this many recorded gradients: they may make a bucket full.
     """
 
     recorded: list[Tensor]

@@ -101,7 +101,7 @@ class SlotTable:
         return {index for index in range(len(self.names)) if self.key(index) in self.pending}
 
     def pending_slots(self) -> set[int]:
-        """The slots among ``pending``, which it may be itself."""
+        """The slots among ``pending``; this may be the set ``pending`` itself, so do not change it."""
         if len(self.params) == len(self.names):
             return self.pending
         return {key for key in self.pending if key >= 0}

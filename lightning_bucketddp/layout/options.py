@@ -77,15 +77,15 @@ class Options:
         process_group: The ranks that train together; None for all ranks. Lightning's own collectives use all ranks in
             any case. A module with collectives of its own in backward (``SyncBatchNorm``) needs another group for them
             if backward may reach different parameters on different ranks.
-        bucket_cap_mb: Largest bucket in MiB; with 0 each parameter has its own. None: 25 MiB where all ranks share one
-            machine: in a Trainer or Fabric with ``num_nodes`` of 2 and more they do not; else ``LOCAL_WORLD_SIZE``, if
-            a launcher sets it, is at least the size of the group, and all have the same host name. On several machines
-            None gives 1/32 of the gradients for two ranks and more for more ranks, from 4 to 25 MiB, and from 128 ranks
-            on one parameter more. The first and the last bucket are smaller, except on one machine without
-            accelerators.
-        find_unused_parameters: In plain PyTorch, lets a rank take part whose loss reaches no parameter, if its backward
-            starts from an output of ``forward``. A Trainer and Fabric do not need it, nor do parameters without
-            gradients.
+        bucket_cap_mb: Largest bucket in MiB; with 0 each parameter has its own. None: 25 MiB if all ranks share one
+            machine. On several machines 1/32 of the gradients for two ranks and more for more ranks, from 4 to 25 MiB,
+            and from 128 ranks on one parameter more. The first and the last bucket are smaller, except on one machine
+            without accelerators. A Trainer or Fabric with ``num_nodes`` of 2 and more has several machines. Otherwise
+            ranks share one if all have the same host name and ``LOCAL_WORLD_SIZE``, where a launcher sets it, is at
+            least the size of the group.
+        find_unused_parameters: In plain PyTorch: a rank whose loss reaches no parameter takes part, if its backward
+            starts from an output of ``forward``. A Trainer and Fabric do not need it. Parameters without gradients do
+            not need it either.
         check_reduction: Accepted because torch DDP accepts it. The check is always on.
         gradient_as_bucket_view: Accepted because torch DDP accepts it. Gradients are always views, except with
             ``use_contiguous_buffers=False``.
@@ -156,11 +156,11 @@ class Options:
             The host waits for each pass. Gradients are read twice, and a small all-reduce is added, unless the only
             reason is ``"oom"``.
         skip_norm_above: Skip steps whose gradient norm is larger than this multiple of its median over the last 100
-            steps that were not skipped, from the 11th on.
+            steps that were not skipped. The first ten steps are never skipped for this reason.
         max_skipped: How many steps in a row may be skipped; one more is an error on all ranks.
-        check_ranks_every: COMPARISONS AND WAITING. Compare the parameters of all ranks every so many synchronised
-            passes, from the first one on: a sum over the bits of each. Costs one read of the parameters, and eight
-            bytes per rank. None: never. Not for post-local SGD, where parameters differ on purpose.
+        check_ranks_every: COMPARISONS AND WAITING. Compare the parameters of all ranks in the first synchronised pass,
+            and then once in this many: a sum over the bits of each. Costs one read of the parameters, and eight bytes
+            per rank. None: never. Not for post-local SGD, where parameters differ on purpose.
         check_ranks: If parameters differ: ``"warn"`` warns once, and ``"error"`` raises an error on all ranks. Either
             names the first parameters. On accelerators that is in the pass after the comparison.
         timeout: Longest wait for the other ranks' answers through the store; None for torch's 30 minutes.
@@ -439,7 +439,7 @@ class TrainerOptions(Options):
 
 
 def _is_group(value: ProcessGroup | int) -> bool:
-    # Collectives refuses what a rank outside of a group has in its place, in torch's words.
+    # A rank outside of a group has NON_GROUP_MEMBER in its place: Collectives refuses that, in torch's words.
     return isinstance(value, ProcessGroup) or value == GroupMember.NON_GROUP_MEMBER
 
 

@@ -44,7 +44,7 @@ A collective takes more hops with more ranks, at least log2 of their number, so 
 MIN_DEFAULT_BUCKET_COUNT = 4
 
 MANY_RANKS = 128
-"""From so many ranks on, default buckets overflow: the latency of a collective grows with the number of ranks."""
+"""From this many ranks on, default buckets overflow: the latency of a collective grows with the number of ranks."""
 
 
 def size_text(nbytes: int) -> str:

@@ -17,7 +17,7 @@ from lightning_bucketddp.trainer.wrapper import BucketDDPInTrainer
 
 SLOW_FACTOR = 1.2
 SLOW_STEPS = 50
-"""A rank is slow if over this many steps its own time is more than so many times the median of the ranks."""
+"""A rank is slow if its own time over SLOW_STEPS steps is more than SLOW_FACTOR times the median of the ranks."""
 
 
 class PassTimes(Participant):
@@ -149,7 +149,7 @@ class CommunicationMonitor(Callback):
         if not trainer.loggers:
             raise MisconfigurationException("expected a logger for CommunicationMonitor, found Trainer(logger=False)")
         self._steps, self._own_steps = 0, 0
-        self._own = torch.zeros(())  # the ranks' own times in the last so many steps
+        self._own = torch.zeros(())  # the ranks' own times in the last SLOW_STEPS steps
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Measure; exchange and log what is due."""

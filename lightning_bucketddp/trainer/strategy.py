@@ -64,7 +64,7 @@ class BucketDDPStrategy(EachSampleOnce):
         ddp_comm_state: ``DDPStrategy``'s name for ``comm_hook_state``.
         ddp_comm_hook: ``DDPStrategy``'s name for ``comm_hook``. Hooks work on every backend.
         ddp_comm_wrapper: Wraps the communication hook, as torch's ``fp16_compress_wrapper`` does.
-        model_averaging_period: With a ``PostLocalSGDState``: parameters are averaged every so many steps.
+        model_averaging_period: With a ``PostLocalSGDState``: average parameters once in this many steps.
         process_group_backend: E.g. ``"nccl"`` or ``"gloo"``; by device if None.
         timeout: How long collectives, and agreements through the store, wait; torch's 30 minutes by default.
         start_method: How processes are started: ``"popen"`` (the default) starts the script once more for each;
@@ -74,9 +74,9 @@ class BucketDDPStrategy(EachSampleOnce):
             ``torch.distributed.checkpoint`` (torch's ``dcp_to_torch_save`` makes a file of it). Both load with either
             choice, at any number of ranks.
         async_save: With ``state_dict_type="sharded"``: a checkpoint is copied to the host, and a thread writes it while
-            training goes on. It has its name when it is complete, and older ones are removed then. A checkpoint of a
-            later step waits for it. So do loading, the end of ``fit`` and a preemption. If it cannot be written, the
-            next save, or the end of ``fit``, raises that on all ranks.
+            training goes on. The checkpoint gets its name when it is complete, and older ones are removed then. The
+            checkpoint of a later step, loading, the end of ``fit`` and a preemption wait for it. If it cannot be
+            written, the next save, or the end of ``fit``, raises the error on all ranks.
         uneven_inputs: Lets ranks have different numbers of training batches. A rank that runs out repeats its last
             batch until all have run out, so that loops, hooks and collectives stay in step. Its gradients and module
             buffers then do not count; what it logs does. Gradients are divided by the ``"world_size"``, or by the
