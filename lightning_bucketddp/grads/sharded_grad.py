@@ -138,9 +138,14 @@ def _change(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _refusal(args: Sequence[Any], what: str) -> str:
     each = [item for arg in args for item in (arg if isinstance(arg, list | tuple) else [arg])]
     name = next(item.param_name for item in each if isinstance(item, ShardedGrad))  # torch looks no deeper either
+    refused = f"the gradient of parameter {name!r} is sharded: this rank holds only its own part, and {what} would "
+    if what in _CONVERSIONS or what == "share_memory_":
+        return (
+            f"{refused}need all of it. A module converts gradients together with parameters: call zero_grad() first. "
+            "For single gradients use full_grad(), which all ranks must call"
+        )
     return (
-        f"the gradient of parameter {name!r} is sharded: this rank holds only its own part, and "
-        f"{what} would read all of it. For norms and clipping use grad_norm(), clip_grad_norm_() and "
+        f"{refused}read all of it. For norms and clipping use grad_norm(), clip_grad_norm_() and "
         "clip_grad_value_() of the BucketDDP or its strategy, or a Trainer's gradient_clip_val. For single gradients "
         "use full_grad(), which all ranks must call"
     )

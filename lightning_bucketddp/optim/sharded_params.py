@@ -60,9 +60,16 @@ class ShardedParams(Parts):
         return self.part_of.get(id(param))
 
     def param_part(self, param: Tensor) -> Tensor:
-        """Return the memory of this rank's part; the parameter itself if it is not sharded."""
-        found = self.find(param)
-        return param if found is None else found.of(param.data)
+        """Return the memory of this rank's part; the parameter itself if it is not sharded.
+
+        In the flat tensor, if it lies there: an optimizer keeps it, and ``param.share_memory_()`` moves no flat tensor.
+        """
+        if (found := self.find(param)) is None:
+            return param
+        flat = self._buffers.flats[found.part.bucket] if self._buffers.flats else None  # none after release()
+        if flat is None or found.whole_in_bucket(flat).data_ptr() != param.data_ptr():
+            return found.of(param.data)
+        return found.shaped(found.in_bucket(flat))
 
     def grad_part(self, param: Tensor) -> Tensor | None:
         """Return the gradient of this rank's part; None if the parameter has no gradient."""
@@ -136,18 +143,23 @@ class ShardedParams(Parts):
 
     @torch.no_grad()
     def send(self, params: Iterable[Tensor]) -> None:
-        """Start the all-gather of each bucket with one of these parameters. Whoever uses a parameter waits for it."""
+        """Start the all-gather of each bucket with one of these parameters. Whoever uses a parameter waits for it.
+
+        Waits now where others see a parameter's memory: nobody tells when they read it.
+        """
         chosen = {found.part.bucket for param in params if (found := self.find(param)) is not None}
-        if not chosen:
-            return
         buckets = sorted(chosen, reverse=True)  # the last bucket of backward is the first of forward
-        self._peers.here.note_update(buckets)
+        if buckets:
+            self._peers.here.note_update(buckets)
         groups = self._storage.groups
         for index in buckets if groups.shards > 1 else ():
             work = groups.gathering.all_gather_shards(self._buffers.flats[index])
             arriving = [self._slots.params[slot] for slot in self._storage.layout.buckets[index].slots]
             arrived = partial(self._arrivals.pop, index, None)
             self._arrivals[index] = Arrival(arriving, partial(self._wait_for, index, work), arrived)
+        for index in sorted(self._buffers.seen() & self._arrivals.keys(), reverse=True):
+            self._arrivals[index].wait()
+        self._buffers.give_back(self._slots.params)
         if self._arrivals:
             self._modules_wait.begin()
 
