@@ -159,8 +159,9 @@ class Options:
             steps that were not skipped. The first ten steps are never skipped for this reason.
         max_skipped: How many steps in a row may be skipped; one more is an error on all ranks.
         check_ranks_every: COMPARISONS AND WAITING. Compare the parameters of all ranks in the first synchronised pass,
-            and then once in this many: a sum over the bits of each. Costs one read of the parameters, and eight bytes
-            per rank. None: never. Not for post-local SGD, where parameters differ on purpose.
+            and then once in this many: a sum over the bits of each. Options of parameter groups, such as learning
+            rates, are compared too. Costs one read of the parameters, and eight bytes per rank. None: never. Not for
+            post-local SGD, where parameters differ on purpose.
         check_ranks: If parameters differ: ``"warn"`` warns once, and ``"error"`` raises an error on all ranks. Either
             names the first parameters. On accelerators that is in the pass after the comparison.
         timeout: Longest wait for the other ranks' answers through the store; None for torch's 30 minutes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.comm.devices import has_foreach
@@ -33,6 +34,7 @@ from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.participant import Participant
 from lightning_bucketddp.reducer.passes import Passes
+from lightning_bucketddp.reducer.state import PassState
 
 if TYPE_CHECKING:
     from lightning_bucketddp.optim.checkpoint import ShardedCheckpoint
@@ -60,6 +62,7 @@ class Optimizers(Participant):
         self._module, self._known, self._passes, self._ranks = module, known, passes, ranks
         self._with_masters, self._mixes_dtypes = bool(options.master_params), options.grad_dtype is not None
         self._sharded: WeakKeyDictionary[Optimizer, Swap] = WeakKeyDictionary()  # close() detaches swaps
+        self._warned = False
         self._params: ShardedParams | None = None
         storage, planner = passes.reducer.storage, passes.wrapped.built.planner
         if isinstance(storage, Sharded):
@@ -132,19 +135,14 @@ class Optimizers(Participant):
                     "others leave grad_dtype out, have the parameters in that dtype, or use SGD that is not fused"
                 )
 
-    def prepare_at_first_step(self) -> RemovableHandle | None:
-        """Prepare every optimizer of these parameters in its first step, by torch's global step hook.
+    def follow_steps(self) -> list[RemovableHandle]:
+        """Look at every step of these parameters, by torch's global hooks. Return handles that remove the hooks.
 
-        A state dict that is loaded *before* the first step is loaded as torch does: in the parameters' dtype and
-        without masters. Whoever resumes training must prepare the optimizer first.
-
-        Returns:
-            A handle that removes the hook; None if there is nothing to prepare.
+        Prepares optimizers in their first step. A state dict that is loaded *before* is loaded as torch does: in the
+        parameters' dtype and without masters. Whoever resumes training must prepare the optimizer first.
         """
-        if self._params is None and not self._with_masters and not self._mixes_dtypes:
-            return None
 
-        def look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # torch calls the optimizer's own hooks after the global ones, and so those that this adds.
             if optimizer not in self._known:
                 own = self._passes.wrapped.trains() if self._params is None else self._params.part_of
@@ -153,7 +151,44 @@ class Optimizers(Participant):
             if optimizer in self._known and (swap := swap_of(optimizer)) is not None:
                 swap.be_innermost(optimizer)
 
-        return register_optimizer_step_pre_hook(look)
+        def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._warn_of_local_gradients(optimizer)
+            check, own = self._passes.wrapped.context.ranks_check, self._passes.reducer.table.index_of
+            if check is not None and any(id(param) in own for param in params_of(optimizer)):
+                check.note_step(optimizer)
+
+        # A closure has run backward only after the step.
+        handles = [register_optimizer_step_post_hook(after)]
+        if self._params is not None or self._with_masters or self._mixes_dtypes:
+            handles.append(register_optimizer_step_pre_hook(before))
+        return handles
+
+    def _warn_of_local_gradients(self, optimizer: Optimizer) -> None:
+        """Warn, once, if a step has ignored gradients of local passes, or has used those of this rank alone."""
+        reducer, peers = self._passes.reducer, self._passes.peers
+        pending, index_of = reducer.table.pending, reducer.table.index_of
+        if not pending or self._warned or reducer.state is not PassState.IDLE:
+            return
+        if self._params is None and peers.world_size == 1:
+            return
+        local = [
+            param
+            for param in params_of(optimizer)
+            if param.grad is not None
+            and (index := index_of.get(id(param))) is not None
+            and reducer.table.key(index) in pending
+        ]
+        if not local:
+            return
+        self._warned = True
+        effect = "left them out" if isinstance(local[0].grad, ShardedGrad) else "used those of this rank alone"
+        warnings.warn(
+            f"rank {peers.rank}: expected averaged gradients where {type(optimizer).__name__} steps, found gradients "
+            f"of passes inside no_sync() that nothing has averaged since, of {len(local)} parameter(s), the first "
+            f"{reducer.table.names[index_of[id(local[0])]]!r}. The step has {effect}. Run the last backward before a "
+            "step outside of no_sync(), or call allreduce_gradients() before the step. This warning is not repeated",
+            stacklevel=4,
+        )
 
     def require_none(self) -> None:
         """Require that no optimizer steps on shards or masters of the parameters.

@@ -107,7 +107,7 @@ class Runtime:
         self.optimizers = Optimizers(module, params.optimizers, self.passes, ranks, options)
         layout = self.passes.reducer.storage.layout
         self.bytes_per_graph = bytes_per_graph(options, layout, collectives.world_size, one_machine)
-        if (handle := self.optimizers.prepare_at_first_step()) is not None:
+        for handle in self.optimizers.follow_steps():
             release.callback(handle.remove)
         self._leaf_hooks: list[RemovableHandle] = []
         release.callback(_remove, self._leaf_hooks)

@@ -66,11 +66,11 @@ def nothing(model: nn.Module, step: int) -> None:
 
 
 @contextmanager
-def warns_of(*expected: str) -> Iterator[None]:
+def warns_of(*expected: str) -> Iterator[list[warnings.WarningMessage]]:
     """Exactly these parts of warnings are told inside."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        yield
+        yield found
     texts = [str(warning.message) for warning in found]
     assert len(texts) == len(expected), texts
     assert all(part in text for text, part in zip(texts, expected, strict=True)), texts
@@ -181,6 +181,49 @@ def test_shards_are_compared_when_they_have_been_gathered() -> None:
     assert any(late), "the comparison had to wait for nothing"
     mine.wait_for_parameters()
     assert drift(mine) == 0
+
+
+RATES: dict[str, tuple[dict[str, Any], Callable[[float], Any]]] = {
+    "plain": ({}, float),
+    "sharded": ({"shard_optimizer": True}, float),
+    "sharded, a tensor": ({"shard_optimizer": True}, torch.tensor),
+}
+
+
+@on_ranks(2, 3, cases=RATES)
+def test_learning_rates_that_differ_are_told(options: dict[str, Any], of: Callable[[float], Any]) -> None:
+    """Where the optimizer is sharded, parameters do not differ: each part has been updated with a rate of its own."""
+    mine = BucketDDP(seeded(Mlp), check_ranks_every=1, bucket_cap_mb=TINY, **options)
+    params = list(mine.parameters())
+    optimizer = torch.optim.Adam([{"params": params[:3]}, {"params": params[3:]}], lr=of(0.1))
+    with warns_of():
+        for step in range(4):
+            backward(mine, step)
+            if step < 3:
+                optimizer.step()
+    if dist.get_rank() == 1:  # as a ReduceLROnPlateau that follows a metric of its rank
+        optimizer.param_groups[1]["lr"] = of(0.05)
+    optimizer.step()
+    told = f"lr of group 1 of Adam was {of(0.1).item() if of is torch.tensor else 0.1} on rank 0"
+    with warns_of(told) as found:
+        backward(mine, 4)
+    text = str(found[0].message)
+    assert "on rank 1 in the last step before pass 4" in text
+    assert ("expected the same parameters" in text) == (not options), text
+    optimizer.step()
+    with warns_of():
+        backward(mine, 5)
+    assert (drift(mine) == 0) == bool(options)
+
+
+@on_ranks(2)
+def test_learning_rates_that_differ_can_be_an_error() -> None:
+    mine = BucketDDP(seeded(Mlp), shard_optimizer=True, **STRICT)
+    optimizer = torch.optim.SGD(mine.parameters(), lr=0.1 * (1 + dist.get_rank()))
+    backward(mine)
+    optimizer.step()
+    with pytest.raises(RankMismatchError, match=r"lr of group 0 of SGD was 0.1 on rank 0 and 0.2 on rank 1"):
+        backward(mine, 1)
 
 
 class OneOf(nn.Module):
