@@ -43,7 +43,12 @@ _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count"
 
 
 def _has_aliases(storage: torch.UntypedStorage, params: int = 1) -> bool:
-    """Whether somebody else than so many parameters, and Python's object for it, holds a storage."""
+    """Whether anything holds a storage besides its Python object and its parameters.
+
+    Args:
+        storage: The storage.
+        params: How many parameters lie in it.
+    """
     return _use_count is None or _use_count(storage._cdata) > params + 1
 
 

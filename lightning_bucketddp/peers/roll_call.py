@@ -197,7 +197,7 @@ class RollCall:
 
         Args:
             wrapper: The number of a wrapper; 0 for none.
-            unless_within: Do nothing if there were news in the last so many seconds, or are right now.
+            unless_within: Seconds. Do nothing if the news have changed within them, or change right now.
 
         Returns:
             What the ranks have written of the wrapper. Ranks that have not answered are marked.

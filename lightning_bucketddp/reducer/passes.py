@@ -93,7 +93,7 @@ class Passes:
             role: What this rank does in it; its present role if None.
         """
         self.wrapped.require_idle()
-        if origin is not Origin.GRADIENT:
+        if origin is not Origin.BACKWARD:  # else its root did it
             self.wrapped.before_gradients()
         trainable = self.wrapped.agree(synchronised)
         this_pass = Pass(
@@ -142,7 +142,7 @@ class Passes:
         if key >= 0:
             self.reducer.storage.require_untouched(key)
         try:
-            self._open(Origin.GRADIENT, self._root_synchronises)
+            self._open(Origin.BACKWARD, self._root_synchronises)
         except RuntimeError:
             table.pending.add(key)  # dropped with the rest of the pass
             raise
@@ -166,7 +166,7 @@ class Passes:
                 return
             self.wrapped.before_gradients()
             if synchronised and self._context.options.find_unused_parameters and accumulates():
-                self._open(Origin.ROOT, synchronised)
+                self._open(Origin.BACKWARD, synchronised)
 
     @contextmanager
     def backward_pass(self, loss: Tensor) -> Iterator[None]:

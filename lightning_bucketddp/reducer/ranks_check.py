@@ -40,10 +40,10 @@ _FACTOR = -7046029254386353131
 """An odd number of 64 bits without a pattern (2 ** 64 divided by the golden ratio). Its odd multiples are weights."""
 
 _SHOWN = 3
-"""So many parameters are named."""
+"""How many parameters an error names."""
 
 _STEPS = 8
-"""The options of so many steps are compared: optimizers that step in turn, or several times between two passes."""
+"""How many steps of optimizers are compared. They may step in turn, or several times between two passes."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class _Comparison:
 
 
 class RanksCheck(Participant):
-    """Compares the parameters of all ranks every so many synchronised passes, from the first one on.
+    """Compares the parameters of all ranks in the first synchronised pass, and then once in ``every`` of them.
 
     The host does not wait for an accelerator: it looks at a comparison in the next synchronised pass, on every rank.
     Where ranks have joined they may differ, so such a pass is not looked at.

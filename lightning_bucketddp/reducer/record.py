@@ -13,13 +13,11 @@ long before the device runs it; a profiler shows the device's times.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -136,36 +134,6 @@ class PassRecord:
         axes.invert_yaxis()  # the first bucket on top
         figure.legend(loc="outside lower center", ncols=2)
         figure.savefig(path)
-
-    def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the same as JSON, for https://ui.perfetto.dev or ``chrome://tracing``: a thread for each bucket.
-
-        Args:
-            path: The file.
-        """
-        events: list[dict[str, object]] = []
-
-        def add(what: str, kind: str, row: int, start: float = 0.0, stop: float = 0.0, **args: object) -> None:
-            times = {"ts": start * 1e6, "dur": (stop - start) * 1e6, "s": "t"}
-            events.append({"name": what, "ph": kind, "pid": self.rank, "tid": row, **times, "args": args})
-
-        end = self.backward_seconds
-        add("process_name", "M", 0, name=f"pass {self.number}, rank {self.rank} of {self.world_size}")
-        add("thread_name", "M", 0, name="pass")
-        add("backward", "X", 0, 0.0, end)
-        add("exposed communication", "X", 0, end, end + self.exposed_seconds)
-        for row, bucket in enumerate(self.buckets, 1):
-            add("thread_name", "M", row, name=f"bucket {bucket.index}")
-            add("ready", "i", row, bucket.ready_at)
-            add(
-                f"bucket {bucket.index}, {size_text(bucket.nbytes)}",
-                "X",
-                row,
-                bucket.launched_at,
-                bucket.done_at,
-                **vars(bucket),
-            )
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, default=str))
 
     def __str__(self) -> str:
         rebuilt = ", new in this pass" if self.rebuilt else ""

@@ -30,10 +30,10 @@ from lightning_bucketddp.reducer.participant import Participant, PassResult
 from lightning_bucketddp.reducer.state import Pass
 
 REMEMBERED_NORMS = 100
-"""The median is that of so many norms."""
+"""How many of the last norms the median is taken of."""
 
 NORMS_FOR_MEDIAN = 10
-"""Without so many norms no norm is too large."""
+"""Norms are judged only after the first 10."""
 
 
 @dataclass(frozen=True)

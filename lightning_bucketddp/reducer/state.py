@@ -39,10 +39,8 @@ TRANSITIONS = {
 class Origin(Enum):
     """Who opens a pass."""
 
-    GRADIENT = auto()
-    """The first gradient of a plain backward that reached no output of ``forward``."""
-    ROOT = auto()
-    """A plain backward reached an output of ``forward``."""
+    BACKWARD = auto()
+    """A plain backward: its first gradient, or an output of ``forward`` that it reached."""
     CONTEXT = auto()
     """``backward_pass()``. Its caller sees an exception of backward."""
     CALL = auto()
@@ -87,7 +85,7 @@ class Pass:
         launched: Number of active buckets that were launched.
         awaited: The bucket that this rank waits for now.
         recorded: The parameters whose hooks have recorded gradients that are not marked as ready yet.
-        notify_after: So many recorded gradients may make a bucket full.
+        notify_after: With this many recorded gradients a bucket may be full: the reducer is notified.
         exchange: Its control vector, once that is on its way.
         weight: The factor of this rank's gradients in the sum over the ranks; None for 1.
         dropped: Whether its gradients are dropped instead of published. A participant decides, the same on every rank.

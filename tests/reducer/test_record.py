@@ -1,7 +1,6 @@
 """``last_pass()``: its record, its pictures; what the logger says, and labels in torch's profiler."""
 
 import dataclasses
-import json
 import logging
 import re
 import time
@@ -175,7 +174,7 @@ def test_a_bucket_is_ready_then_launched_then_done(options: dict[str, Any], coll
 
 
 @on_ranks(2)
-def test_the_table_the_trace_and_the_plot_show_all_buckets(tmp_path: Path) -> None:
+def test_the_table_and_the_plot_show_all_buckets(tmp_path: Path) -> None:
     _, record = of_mlp()
     lines = str(record).splitlines()
     assert re.fullmatch(r"pass 2, rank [01] of 2: backward [\d.]+ ms, exposed [\d.]+ ms \(host time\)", lines[0])
@@ -184,23 +183,7 @@ def test_the_table_the_trace_and_the_plot_show_all_buckets(tmp_path: Path) -> No
     assert re.fullmatch(r" +0 +[\d.]+ ms  early +[\d.]+ K?i?B  float32   cpu       head\.bias.*", lines[3])
     assert len({line.index("float32") for line in lines[3:]}) == 1
 
-    path = tmp_path / f"{dist.get_rank()}.json"
-    record.to_chrome_trace(path)
-    events = json.loads(path.read_text())["traceEvents"]
-    spans = {event["name"]: event for event in events if event["ph"] == "X"}
-    assert len(spans) == len(record.buckets) + 2 > 4
-    assert {event["pid"] for event in events} == {record.rank}
-    assert spans["backward"]["dur"] == spans["exposed communication"]["ts"] == record.backward_seconds * 1e6
-    for row, bucket in enumerate(record.buckets, 1):
-        found = spans[f"bucket {bucket.index}, {size_text(bucket.nbytes)}"]
-        assert (found["tid"], found["ts"]) == (row, bucket.launched_at * 1e6)
-        assert found["ts"] + found["dur"] == pytest.approx(bucket.done_at * 1e6)
-        assert found["args"]["parameters"] == list(bucket.parameters)
-        assert [at["ts"] for at in events if at["ph"] == "i" and at["tid"] == row] == [bucket.ready_at * 1e6]
-    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert names == {0: "pass", **{row: f"bucket {bucket.index}" for row, bucket in enumerate(record.buckets, 1)}}
-
-    path = path.with_suffix(".svg")
+    path = tmp_path / f"{dist.get_rank()}.svg"
     record.plot(path)
     texts = re.findall("<!-- (.+) -->", path.read_text())  # beside each text, which is drawn as curves
     buckets = [f"bucket {bucket.index}, {size_text(bucket.nbytes)}" for bucket in record.buckets]

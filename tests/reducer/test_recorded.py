@@ -25,7 +25,7 @@ def open_pass(count: int) -> tuple[Reducer, Pass]:
     storage = Contiguous(table, buckets, planner.plan(), Streams())
     context = Mock(peers=Mock(failure=None), lock=threading.RLock())
     reducer = Reducer(table, buckets, storage, Mock(), Mock(), [], context)
-    this_pass = Pass(0, True, table.trainable_now(), Origin.ROOT, Role.ACTIVE, Contribution.OWN)
+    this_pass = Pass(0, True, table.trainable_now(), Origin.BACKWARD, Role.ACTIVE, Contribution.OWN)
     reducer.open(this_pass)
     return reducer, this_pass
 
