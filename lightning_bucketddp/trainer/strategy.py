@@ -365,10 +365,7 @@ class BucketDDPStrategy(EachSampleOnce):
             wrapper._end_training()  # first: a rank with more batches must hear of it, as it does not come here
             wrapper.synchronise_module_buffers()
             wrapper._compare_ranks()
-            if is_accelerator(self.root_device):  # the host may have run ahead of a rank that has failed since
-                wait_for_device(self.root_device)
-                wrapper._passes.peers.require_usable()
-                wrapper._passes.wrapped.context.control.read_what_arrived()
+            wrapper._runtime.require_right()
         if self._writer is not None:
             self._writer.settle()
             self._end_writer()

@@ -762,7 +762,7 @@ class BucketDDP(nn.Module, Joinable):
         pass's table at level INFO, and with ``INFO`` a line whenever gradients are laid out.
 
         Returns:
-            None before the first one. A pass that was dropped, all ranks having raised, leaves no record.
+            None before the first one. A pass that was dropped leaves no record.
         """
         return self._passes.wrapped.context.recorder.last() if "_runtime" in self.__dict__ else None
 
@@ -772,7 +772,15 @@ class BucketDDP(nn.Module, Joinable):
     # -- names and state of the module ---------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's state dict; keys have no prefix."""
+        """The module's state dict; keys have no prefix.
+
+        On an accelerator the host waits for the device.
+
+        Raises:
+            PeerFailureError, RankMismatchError: On an accelerator, after a failure: its values may be any.
+        """
+        if "_runtime" in self.__dict__ and not self.closed:
+            self._runtime.require_right()
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

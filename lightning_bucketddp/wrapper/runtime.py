@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from lightning_bucketddp.comm.devices import wait_for_device, widest_float
+from lightning_bucketddp.comm.devices import is_accelerator, wait_for_device, widest_float
 from lightning_bucketddp.comm.gloo import collectives_of, end_parts_with
 from lightning_bucketddp.comm.groups import Group
 from lightning_bucketddp.comm.hooks import choose_hook
@@ -130,6 +130,20 @@ class Runtime:
         if (groups is None or groups.across is None) and self.passes.peers.failure is None:
             self.collectives.end_parts()
         end_signals.release()
+
+    def require_right(self) -> None:
+        """Require that an accelerator has trained with values of all ranks: before anything is saved, and at the end.
+
+        The host runs ahead of the device, and so of a rank that has failed since. It waits for the device here, and
+        reads what that tells late.
+
+        Raises:
+            PeerFailureError, RankMismatchError: If a rank failed, or ranks met in different passes.
+        """
+        if is_accelerator(self._device):
+            wait_for_device(self._device)
+            self.passes.peers.require_usable()
+            self.passes.wrapped.context.control.read_what_arrived()
 
     def forward_begins(self, wrapper: Joinable, trains: bool, replicated: bool) -> None:
         """Wait for parameters, meet the other ranks inside ``join``, and synchronise module buffers if that is due.
