@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,6 +24,15 @@ from lightning_bucketddp.peers.status import Phase, Status
 from lightning_bucketddp.replicas.forward import ReplicatedForward
 from tests.models import Mlp, batch, loss_of
 from tests.pool import TIMEOUT
+
+WHERE = r" \(host \S+, pid \d+\)"
+"""Where a rank runs, as messages have it behind the rank."""
+
+
+def without_where(text: str) -> str:
+    """A message without hosts and processes."""
+    return re.sub(WHERE, "", text)
+
 
 TINY = 0.0003
 """MiB; makes several buckets of the small test models."""

@@ -34,11 +34,13 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
-from lightning_bucketddp.comm.groups import Group, abort
+from lightning_bucketddp.comm.groups import Group, abort, debug_level
 from lightning_bucketddp.layout.options import DEFAULT_REPORT_AFTER
-from lightning_bucketddp.peers.agreement import PeerFailureError
-from lightning_bucketddp.peers.diagnose import ALL_RUNS, LOOK_FOR_BATCHES, Failure, diagnose, silent
+from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchError
+from lightning_bucketddp.peers.diagnose import ALL_RUNS, LOOK_FOR_BATCHES, Failure, absent, diagnose, silent
+from lightning_bucketddp.peers.names import in_words, this_process
 from lightning_bucketddp.peers.records import encode
+from lightning_bucketddp.peers.report import ends_in_wait, shortened
 from lightning_bucketddp.peers.roll_call import RollCall
 from lightning_bucketddp.peers.status import Status
 from lightning_bucketddp.peers.timed_store import STORE_SILENT, TimedStore
@@ -50,11 +52,13 @@ LEAVE_SECONDS = 30.0
 STORE_SECONDS = 5.0
 """How long this rank waits for the store's answer to a request."""
 
-_OWN_ERROR_SECONDS = 0.3
 _ABORT_SECONDS = 1.0
+_OWN_ERROR_SECONDS = 0.7
+"""Both together are less than a failed rank waits for the others."""
+
 _LOOK_SECONDS = 0.25
-_STORE_LOST = "the process that serves the store, rank 0's or the launcher's, has ended without a word"
-_STORE_ENDED = f"rank 0, which serves the store, has ended training; {LOOK_FOR_BATCHES}"
+_STORE_LOST = "the process that serves the store has ended without a word"
+_STORE_ENDED = f"which serves the store, has ended training; {LOOK_FOR_BATCHES}"
 _WAIT = timedelta(days=365)
 _THREADS = "bucketddp-"
 """Names of this package's threads begin so."""
@@ -81,23 +85,25 @@ def listen(group: Group, report_after: float = 0) -> AbortListener:
     return listener
 
 
-def tell_failure(error: BaseException) -> None:
+def tell_failure(error: BaseException, what: str = "") -> None:
     """Tell the ranks of all groups that this one stops, and wait a moment until they have heard.
 
-    If another rank failed before, this one logs that, and the error gets a note.
+    If another rank failed before, and the error does not say so, it gets a note.
 
     Args:
         error: What was raised here.
+        what: What happened, if the error does not say it, as the end of a sentence that begins with the rank.
     """
     for listener in _own_listeners():
-        listener.failed(error)
+        listener.failed(error, what)
 
 
-def tell_end_of_rank(rank: int, how: str) -> bool:
+def tell_end_of_rank(rank: int, pid: int, how: str) -> bool:
     """Tell the ranks of the default group that one of them has ended, unless they know of a failure.
 
     Args:
         rank: That rank.
+        pid: Its process, on this machine.
         how: Such as ``"has ended with exit code 3"``.
 
     Returns:
@@ -106,10 +112,10 @@ def tell_end_of_rank(rank: int, how: str) -> bool:
     world = dist.group.WORLD
     listener = _listeners.get(world) if world is not None else None
     if listener is not None and listener.failure is None:
-        listener.publish(Failure(f"rank {rank} {how}", run=ALL_RUNS))
+        nobody_waits_for = Status(rank, ended=True, process=(this_process()[0], pid))
+        listener.publish(Failure(f"{nobody_waits_for.name} {how}", run=ALL_RUNS))
         with suppress(RuntimeError):  # the store is gone
-            nobody_waits_for = [Status(rank, ended=True)]
-            listener.store.set(f"status/{rank}", encode((0, nobody_waits_for)))
+            listener.store.set(f"status/{rank}", encode((0, [nobody_waits_for])))
     return listener is not None
 
 
@@ -125,11 +131,26 @@ def _tell_of_uncaught_exceptions() -> None:
     def tell(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         with suppress(Exception):  # the exception itself must be seen
             tell_failure(error)
+            _shorten(error)
         before(kind, error, traceback)
         for listener in _own_listeners():
             listener.end_all_runs()
 
     sys.excepthook = tell
+
+
+def _shorten(error: BaseException) -> None:
+    """Leave of the traceback of an error that is another rank's where this rank waited."""
+    ours = isinstance(error, PeerFailureError | RankMismatchError)
+    if (ours or (_is_from_torch(error) and ends_in_wait(error.__traceback__))) and debug_level() != "DETAIL":
+        error.__traceback__ = shortened(error.__traceback__)
+        if ours:  # the message has what torch said
+            error.__cause__, error.__suppress_context__ = None, True
+
+
+def _is_from_torch(error: BaseException) -> bool:
+    """Whether an error may be due to a rank that is gone."""
+    return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
 @dataclass(eq=False)
@@ -185,7 +206,7 @@ class AbortListener:
         try:  # a write alone does not notice, and a second connection would be tried until the timeout
             self.store.check(["news"])
         except RuntimeError as error:
-            raise PeerFailureError(f"rank {group.rank}: {_STORE_LOST}") from error
+            raise PeerFailureError(f"rank {group.rank}: {self.roll_call.server(_STORE_LOST)}") from error
         # A connection serves one call at a time, and the thread's lasts until the end: it needs one of its own.
         self._thread = threading.Thread(
             target=self._listen,
@@ -263,7 +284,7 @@ class AbortListener:
             self.publish(replace(failure, run=ALL_RUNS))
             self.abort()
 
-    def failed(self, error: BaseException) -> None:
+    def failed(self, error: BaseException, what: str = "") -> None:
         """Tell the others that this rank stops; see :func:`tell_failure`."""
         self.leave()
         if self._closed.is_set():
@@ -271,21 +292,29 @@ class AbortListener:
         first = False
         if isinstance(error, PeerFailureError) and not self._store_lost:
             self._run.heard.wait(1)  # the rank that failed says it best, in a moment
-        own = f"raised {type(error).__name__}: {error}"
+        own = what or f"raised {type(error).__name__}: {error}"
+        told = f"{in_words([self.roll_call.rank], {self.roll_call.rank: this_process()})} {own}"
         if self.failure is None:
-            # An error of torch's may be due to a rank that is gone.
-            from_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
+            from_torch = _is_from_torch(error)
             gone = self.ask_why(0) if from_torch else ""
             _add_note(error, f"rank {self.roll_call.rank}: {gone}" if gone else "")
             _add_note(error, self.roll_call.report if from_torch else "")
-            first = self.publish(Failure(f"rank {self.roll_call.rank} {own}" + (f"; {gone}" if gone else "")))
+            first = self.publish(Failure(self._cause_in(error) or told + (f"; {gone}" if gone else "")))
         failure = self.roll_call.failure
-        if own not in failure.text:  # if all ranks raise the same error, it says enough
-            self._log_reason(self._run, failure)
-            _add_note(error, self._reason(failure))
+        # If all ranks raise the same error, it says enough.
+        if own not in failure.text and failure.text not in str(error):
+            if isinstance(error, Exception):
+                _add_note(error, self._reason(failure))
+            else:  # Python prints no notes
+                self._log_reason(self._run, failure)
         if first or self.roll_call.rank == 0:  # the launcher may now end the others, and rank 0 the store
             with suppress(RuntimeError):
                 self.roll_call.wait_until(lambda status: status.heard_of >= self.run or status.ended)
+
+    def _cause_in(self, error: BaseException) -> str:
+        """What an error of this rank says of another rank that was found to be gone; empty if it says nothing."""
+        known = self.roll_call.failure.text
+        return known if known and isinstance(error, PeerFailureError) and known in str(error) else ""
 
     def ask_why(self, wrapper: int) -> str:
         """Call the roll. Return why ranks wait in vain, in words; empty if they do not.
@@ -296,12 +325,16 @@ class AbortListener:
         try:
             statuses = self.roll_call.ask(wrapper)
         except RuntimeError as error:
-            return STORE_SILENT if STORE_SILENT in str(error) else self._lost()
+            return self.roll_call.server(STORE_SILENT) if STORE_SILENT in str(error) else self._lost()
         found = diagnose(statuses)
-        return found.text if found is not None else silent(statuses)
+        if found is not None:
+            return found.text
+        return silent(statuses) or (absent(statuses) if wrapper else "")
 
     def _lost(self) -> str:
-        return _STORE_ENDED if self._closed.is_set() else _STORE_LOST  # it has closed this listener before
+        if self._closed.is_set():  # the rank that serves the store has closed this listener before
+            return f"{in_words([0], self.roll_call.processes)}, {_STORE_ENDED}"
+        return self.roll_call.server(_STORE_LOST)
 
     def close(self) -> None:
         """Stop listening, as the group or this process ends."""
@@ -343,8 +376,9 @@ class AbortListener:
                 if failure is not None and not run.heard.is_set():
                     run.heard.set()
                     self._end_training(store, run, failure)
-        except RuntimeError:
+        except RuntimeError as error:
             self._store_lost = not self._closed.is_set()
+            self.store.note(error)
 
     def _wait(self, store: Store, key: str) -> bool:
         """Wait until something wakes this rank; False if it need not listen any more."""
@@ -360,13 +394,16 @@ class AbortListener:
         return False
 
     def _end_training(self, store: Store, run: _Run, failure: Failure) -> None:
-        """Make the thread that trains leave: wake it after a second, end the process if it stands still for thirty."""
-        if not run.leaving.wait(_OWN_ERROR_SECONDS):  # else that thread logs it, unless it raises the same
+        """Make the thread that trains leave: wake it after a second, end the process if it stands still for thirty.
+
+        The rank that failed waits for the answer: when it has ended, its launcher may end this process.
+        """
+        if not run.leaving.wait(_ABORT_SECONDS) and not run.is_stopping():
+            threading.Thread(target=self.abort, name=f"{_THREADS}wakes", daemon=True).start()
+        if not run.leaving.wait(_OWN_ERROR_SECONDS):  # else that thread raises an error that says it
             self._log_reason(run, failure)
         self.roll_call.statuses[0].heard_of = run.number
         self.roll_call.write(store)
-        if not run.leaving.wait(_ABORT_SECONDS) and not run.is_stopping():
-            self.abort()
         where = self.roll_call.stack()
         while not run.leaving.wait(LEAVE_SECONDS):
             before, where = where, self.roll_call.stack()
@@ -384,7 +421,7 @@ class AbortListener:
         return f"rank {self.roll_call.rank} stops because {failure.text}"
 
     def _log_reason(self, run: _Run, failure: Failure) -> None:
-        """Log the reason once, and now: a launcher may end this process before its traceback is printed."""
+        """Log the reason, once."""
         if not run.reason_logged:
             run.reason_logged = True
             _log.error(self._reason(failure))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lightning_bucketddp.peers.names import in_words
 from lightning_bucketddp.peers.status import COUNTED, Frame, Phase, Status
 
 LOOK_FOR_BATCHES = (
@@ -51,7 +52,7 @@ class Failure:
     """Why ranks cannot go on.
 
     Attributes:
-        text: A sentence without its full stop. It begins with a rank, as a rule. Empty if there is no failure.
+        text: A sentence without its full stop. It names the rank that is the cause. Empty if there is no failure.
         mismatch: True if the ranks are at different points of the program; False if one of them failed.
         run: The run that it ends, and with it all earlier ones; 0 for the present one.
     """
@@ -89,9 +90,18 @@ def diagnose(statuses: Sequence[Status]) -> Failure | None:
 
 def silent(statuses: Sequence[Status]) -> str:
     """Which ranks have not answered, in words; empty if all have. They may still come."""
-    ranks = ", ".join(str(status.rank) for status in statuses if not status.heard)
-    hint = "look whether a process was killed, in its output and the system's log"
-    return f"nothing is heard of rank(s) {ranks}: {hint}" if ranks else ""
+    away = {status.rank: status.process for status in statuses if not (status.heard or status.ended)}
+    ended = {status.rank: status.process for status in statuses if status.ended and not status.heard}
+    hint = "look whether a process was killed or stopped, in its output and the system's log"
+    told = [f"nothing is heard of {in_words(sorted(away), away)}: {hint}"] if away else []
+    told += [f"{in_words(sorted(ended), ended)} ended training before"] if ended else []
+    return "; ".join(told)
+
+
+def absent(statuses: Sequence[Status]) -> str:
+    """Which ranks do not wait, though another one has waited for them in vain, in words; empty if all do."""
+    away = {status.rank: status.process for status in statuses if status.heard and not status.waiting_for}
+    return f"{in_words(sorted(away), away)} did not come" if away else ""
 
 
 def _where_the_device_is(status: Status) -> Status:
@@ -120,7 +130,7 @@ def _ended(waiting: Status, other: Status) -> str:
         return ""
     hint = LOOK_FOR_STEPS if waiting.phase is Phase.UPDATE else LOOK_FOR_BATCHES
     passes = other.position.pass_number
-    return f"rank {other.rank} has ended training after {passes} pass(es), while {_describe(waiting)}; {hint}"
+    return f"{other.name} has ended training after {passes} pass(es), while {_describe(waiting)}; {hint}"
 
 
 def _skipped(waiting: Status, other: Status) -> str:
@@ -130,11 +140,11 @@ def _skipped(waiting: Status, other: Status) -> str:
         return ""  # of a device nobody knows in which step it is
     if waiting.phase is Phase.AGREEMENT and waiting.step_ended and there.step == here.step:
         return ""  # both have: it waits after the step
-    text = f"rank {other.rank} has left step {here.step}, in which {_describe(waiting)}"
+    text = f"{other.name} has left step {here.step}, in which {_describe(waiting)}"
     if waiting.phase is Phase.PASS:
         ran = here.backward - (there.backward if there.step > here.step else 0)
         count = f"{ran} backwards" if ran > 1 else "1 backward" if ran else "no backward"
-        text = f"rank {other.rank} ran {count} in step {here.step}, in which rank {waiting.rank} is in pass "
+        text = f"{other.name} ran {count} in step {here.step}, in which rank {waiting.rank} is in pass "
         text += f"{here.pass_number}" + (f", backward {here.backward + 1} of the step" if here.backward else "")
     what = "such a call" if waiting.phase is Phase.AGREEMENT else "a backward"
     return f"{text}: look for {what} in a branch that depends on the rank or on its data"
@@ -144,7 +154,7 @@ def _validates(waiting: Status, other: Status) -> str:
     """``other`` has begun a validation that ``waiting`` has not come to."""
     if other.position.validation <= waiting.position.validation:
         return ""
-    return f"rank {other.rank} has begun a validation, while {_describe(waiting)}; {LOOK_FOR_BATCHES}"
+    return f"{other.name} has begun a validation, while {_describe(waiting)}; {LOOK_FOR_BATCHES}"
 
 
 def _elsewhere(waiting: Status, other: Status) -> str:

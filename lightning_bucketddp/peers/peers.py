@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,8 +18,8 @@ from lightning_bucketddp.peers.abort_listener import STORE_SECONDS, listen
 from lightning_bucketddp.peers.agreement import Entry, PeerFailureError, RankMismatchError, first_difference
 from lightning_bucketddp.peers.diagnose import Failure
 from lightning_bucketddp.peers.end_signals import end_signals
+from lightning_bucketddp.peers.names import in_words, this_process
 from lightning_bucketddp.peers.records import decode, encode
-from lightning_bucketddp.peers.report import in_words
 from lightning_bucketddp.peers.status import Phase, Status
 
 _PROBLEM = "problem: "
@@ -39,6 +40,7 @@ class Peers:
         rank: This rank.
         world_size: Number of ranks.
         run: The run in which it was made. A failure of this run, or of a later one, is for good.
+        name: This rank in words, for the others.
         here: Where this rank is.
         position: How far it has come.
     """
@@ -55,7 +57,12 @@ class Peers:
         self._polls = 0  # since this wait began
         self._timeout = (timeout or DEFAULT_TIMEOUT).total_seconds()
         self._store = self._listener.store.limited(self._timeout + STORE_SECONDS)  # a wait for others is no longer
+        self.name = in_words([self.rank], {self.rank: this_process()})
         self._last_keys: list[str] = []  # this rank's, of the last agreement
+
+    def in_words(self, ranks: Sequence[int]) -> str:
+        """Ranks in words, with their hosts and process ids. May read the store."""
+        return self._roll_call.in_words(ranks)
 
     def end_training(self) -> None:
         """Tell the other ranks that this one comes to no further pass."""
@@ -93,10 +100,14 @@ class Peers:
                     silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
                     raise RuntimeError(
                         f"rank {self.rank}: waited {self._timeout:.0f} s for every rank to agree on {topic!r}; nothing "
-                        f"came from rank(s) {silent}. They are not at this point of the program: look for a branch "
-                        "that depends on the rank, or for an error in their output"
+                        f"came from {self.in_words(silent)}, not at this point of the program: look for a branch that "
+                        "depends on the rank, or for an error in its output"
                     )
-            answers = [value.decode() for value in store.multi_get(keys)]
+            more = [] if self._roll_call.processes or self.world_size == 1 else ["status/0"]
+            values = store.multi_get([*keys, *more])
+            if more:  # rank 0 may be gone when another rank is to tell where it ran
+                self._roll_call.note_process(0, values.pop())
+            answers = [value.decode() for value in values]
         for key in self._last_keys:  # every rank has read the last topic, or it would not have come to this one
             store.delete_key(key)
         self._last_keys = [keys[self.rank], *([counter] if self.rank == 0 else ())]
@@ -125,9 +136,8 @@ class Peers:
             raise problem
         for rank, digest in enumerate(digests):
             if digest.startswith(_PROBLEM):
-                raise PeerFailureError(
-                    f"rank {self.rank}: rank {rank} cannot go on with {topic}: {digest.removeprefix(_PROBLEM)}"
-                )
+                failed, why = self.in_words([rank]), digest.removeprefix(_PROBLEM)
+                raise PeerFailureError(f"rank {self.rank}: {failed} cannot go on with {topic}: {why}")
         if len(set(digests)) == 1:
             return
         everyone = [decode(said, Sequence[tuple[str, str]], ()) for said in self.exchange(f"{topic} in full", text)]
@@ -178,10 +188,9 @@ class Peers:
         self._polls += 1
         if end_signals.impatient(waited := self._polls * POLL_SECONDS):
             answers = self._roll_call.ask(self.number)
-            away = [answer.rank for answer in answers if not (answer.heard and answer.waiting_for)]
-            self._listener.publish(
-                Failure(f"a signal asks all ranks to end, and rank(s) {away} did not come in {waited:.0f} s")
-            )
+            away = {answer.rank: answer.process for answer in answers if not (answer.heard and answer.waiting_for)}
+            cause = f"a signal asks all ranks to end, and {in_words([*away], away)} did not come in {waited:.0f} s"
+            self._listener.publish(Failure(cause))
             self.require_usable()
 
     @contextmanager
@@ -251,7 +260,7 @@ class Peers:
         """
         if self.world_size > 1:
             self._listener.leave()
-            self._listener.publish(Failure(f"rank {self.rank} {cause}"))
+            self._listener.publish(Failure(f"{self.name} {cause}"))
 
     def failed_by(self, error: BaseException) -> None:
         """Say that this rank failed, because of an error that is about to be raised.
@@ -277,8 +286,10 @@ class Peers:
         self.look()
         known = "" if self.failure is None else self.failure.text
         cause = known or told or "another rank ended or did not get here in time; its output tells why"
-        self.fail(f"failed while it waited for {awaited}: {error}; {cause}")
-        text = f"rank {self.rank}: waiting for {awaited} failed in pass {self.position.pass_number}: {cause} ({error})"
+        why = re.sub(r"^\[/\S+\] |\. This is typically.*", "", str(error), flags=re.DOTALL)  # gloo's file and advice
+        self._listener.leave()
+        self._listener.publish(Failure(told or f"{self.name} failed while it waited for {awaited}: {why}"))
+        text = f"rank {self.rank}: waiting for {awaited} failed in pass {self.position.pass_number}: {cause} ({why})"
         raise PeerFailureError(f"{text}\n{self._roll_call.report}".rstrip()) from error
 
 

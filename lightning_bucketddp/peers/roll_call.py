@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, islice, repeat, takewhile
 from operator import attrgetter, itemgetter, truth
@@ -16,6 +17,7 @@ from operator import attrgetter, itemgetter, truth
 from torch.distributed import Store  # type: ignore[attr-defined]  # documented, not in __all__
 
 from lightning_bucketddp.peers.diagnose import Failure
+from lightning_bucketddp.peers.names import Process, in_words
 from lightning_bucketddp.peers.records import decode, encode
 from lightning_bucketddp.peers.status import Frame, Status
 from lightning_bucketddp.peers.timed_store import TimedStore
@@ -65,6 +67,7 @@ class RollCall:
         statuses: This rank's records: one that belongs to no wrapper, then those of all wrappers by number, closed ones
             too, as others may still ask for them.
         report: The last report of ranks that wait; empty if this rank has got further since.
+        processes: Where ranks run, as far as this one has read their records.
     """
 
     def __init__(self, store: TimedStore, rank: int, world_size: int, report_after: float) -> None:
@@ -77,6 +80,7 @@ class RollCall:
         self.failure = Failure()
         self._heard = deque([(0, 0.0)], maxlen=64)  # the last news, and when this rank heard of them
         self.report, self.report_after = "", report_after
+        self.processes: dict[int, Process] = {}
 
     def enter(self, status: Status) -> int:
         """Add a wrapper's record; its number. Ranks make their wrappers in the same order, so numbers are the same."""
@@ -192,6 +196,28 @@ class RollCall:
             status.end_training()
         self.write(store)
 
+    def in_words(self, ranks: Sequence[int]) -> str:
+        """Ranks in words. Reads their records if it is not known where they run."""
+        if not self.processes.keys() >= {*ranks}:
+            with suppress(RuntimeError):  # the store is gone
+                self._read_records(0, 0)
+        return in_words(ranks, self.processes)
+
+    def server(self, what: str) -> str:
+        """A sentence on the process that serves the store, with that process's name."""
+        return f"{what}: {in_words([0], self.processes)} or the launcher"
+
+    def note_process(self, rank: int, written: bytes) -> None:
+        """Keep where a rank runs.
+
+        Args:
+            rank: The rank.
+            written: Its records as it has written them.
+        """
+        nothing: _Answer = (0, ())
+        for status in decode(written, _Answer, nothing)[1]:
+            self.processes[rank] = status.process
+
     def ask(self, wrapper: int, unless_within: float = 0) -> list[Status]:
         """Call the roll, and wait a moment until all ranks have answered, or a failure is known.
 
@@ -243,6 +269,8 @@ class RollCall:
             status = next(iter(statuses[wrapper : wrapper + 1] or statuses[:1]), Status(rank))
             silent = 0.0 if answered >= call else max(silent, 1e-3)
             found.append(replace(status, rank=rank, silent_for=silent, names=self.statuses[wrapper].names))
+            if status.process[0]:
+                self.processes[rank] = status.process
             everywhere.append([replace(each, rank=0) for each in statuses])
         if any(each.waiting_for for of_rank in everywhere for number, each in enumerate(of_rank) if number != wrapper):
             found = [replace(status, records=each) for status, each in zip(found, everywhere, strict=True)]

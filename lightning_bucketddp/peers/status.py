@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from zlib import crc32
 
+from lightning_bucketddp.peers.names import Process, in_words, this_process
+
 Frame = tuple[str, int, str]
 """A file, a line and a function."""
 
@@ -94,6 +96,7 @@ class Status:
         silent_for: For how many seconds the rank has not answered the last roll call; 0 if it has. Else the record is
             older.
         waited: How long the rank has waited so far, in seconds of the host.
+        process: Where the rank runs. Filled in for travel.
         records: The rank's records of all wrappers, by number, without the rank. Whoever reads a record puts them in,
             if some rank waits in another wrapper.
     """
@@ -111,7 +114,13 @@ class Status:
     stack: Sequence[Frame] = field(default=(), repr=False)
     silent_for: float = field(default=0.0, repr=False)
     waited: float = field(default=0.0, repr=False)
+    process: Process = field(default=("", 0), repr=False, compare=False)
     records: Sequence[Status] = ()
+
+    @property
+    def name(self) -> str:
+        """The rank in words."""
+        return in_words([self.rank], {self.rank: self.process})
 
     @property
     def heard(self) -> bool:
@@ -137,7 +146,7 @@ class Status:
         trainable = self.trainable if asked else ()
         at = replace(self.position)
         snapshot = replace(self, position=at, waiting_for=what, on_device=on_device, ended=ended, stack=stack)
-        snapshot.trainable, snapshot.names = trainable, ()
+        snapshot.trainable, snapshot.names, snapshot.process = trainable, (), this_process()
         return snapshot
 
     @contextmanager

@@ -8,9 +8,9 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # documented, not in __all__
+from torch.distributed import DistNetworkError, Store  # type: ignore[attr-defined]  # documented, not in __all__
 
-STORE_SILENT = "the process that serves the store, rank 0's or the launcher's, does not answer"
+STORE_SILENT = "the process that serves the store does not answer"
 
 
 class TimedStore:
@@ -24,13 +24,19 @@ class TimedStore:
         store: The store.
     """
 
-    def __init__(self, store: Store, seconds: float) -> None:
+    def __init__(self, store: Store, seconds: float, gone: list[Exception] | None = None) -> None:
         self.store, self._seconds = store, seconds
+        self._gone = [] if gone is None else gone  # the first error of the connection, which all limits share
         self._late: Future[Any] | None = None
 
     def limited(self, seconds: float) -> TimedStore:
         """The same store with another limit."""
-        return TimedStore(self.store, seconds)
+        return TimedStore(self.store, seconds, self._gone)
+
+    def note(self, error: Exception) -> None:
+        """Ask no more after an error of the connection: torch would print a page for each further request."""
+        if isinstance(error, DistNetworkError):
+            self._gone.append(error)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return partial(self._request, getattr(self.store, name))
@@ -38,12 +44,15 @@ class TimedStore:
     def _request(self, call: Callable[..., Any], *args: Any) -> Any:
         if self._late is not None and not self._late.done():
             raise RuntimeError(STORE_SILENT)
+        if self._gone:
+            raise RuntimeError(str(self._gone[0]))
         answer: Future[Any] = Future()
 
         def ask() -> None:
             try:
                 answer.set_result(call(*args))
             except Exception as error:
+                self.note(error)
                 answer.set_exception(error)
 
         try:

@@ -103,5 +103,6 @@ class Watch:
                 text = report(statuses, roll_call.rank, waited)
                 roll_call.change(lambda news: replace(news, report=text))
         except RuntimeError:  # this rank reports alone
-            roll_call.report = report([roll_call.records()[wrapper]], roll_call.rank, waited, STORE_SILENT)
+            alone, why = [roll_call.records()[wrapper]], roll_call.server(STORE_SILENT)
+            roll_call.report = report(alone, roll_call.rank, waited, why)
             _log.warning("%s", roll_call.report)

@@ -28,8 +28,8 @@ from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.layout.options import OnDifference
 from lightning_bucketddp.peers.agreement import RankMismatchError
 from lightning_bucketddp.peers.control import ControlExchange
+from lightning_bucketddp.peers.names import in_words
 from lightning_bucketddp.peers.ranks import Ranks
-from lightning_bucketddp.peers.report import in_words
 from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.participant import Participant, PassResult
 

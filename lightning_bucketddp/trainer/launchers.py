@@ -1,5 +1,6 @@
 """What Lightning's launchers do about a rank that ends with an error: here the other ranks hear of it, and raise."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from traceback import format_exception_only
 from typing import Any
 
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as _FabricScriptLauncher
@@ -14,7 +16,9 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _Su
 from typing_extensions import override
 
 from lightning_bucketddp.peers.abort_listener import tell_end_of_rank
+from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchError
 
+_log = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.2
 
 
@@ -50,7 +54,7 @@ class _TellsOfEndedRanks:
                 if code := process.poll():
                     rank = self.cluster_environment.node_rank() * self.num_processes + local_rank
                     how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
-                    if tell_end_of_rank(rank, f"has ended with {how}; its output tells why"):
+                    if tell_end_of_rank(rank, process.pid, f"has ended with {how}; its output tells why"):
                         told = True
                     elif not told:  # else the group has ended since
                         self._end_all()  # this rank waits in `init_process_group`
@@ -86,6 +90,9 @@ class TellingLauncher(_MultiProcessingLauncher):
             if os.getpid() != pid:  # a child that user code forked
                 raise
             self.on_exception(error)
+            if isinstance(error, PeerFailureError | RankMismatchError) or hasattr(error, "__notes__"):
+                # The main process prints the error of one rank: the one that ends first.
+                _log.error("".join(format_exception_only(error)).rstrip())
             if isinstance(error, SystemExit) and not error.code:  # as at SIGTERM: the main process waits for a result
                 raise SystemExit(1) from error
             raise

@@ -32,8 +32,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_bucketddp.peers.agreement import RankMismatchError
+from lightning_bucketddp.peers.names import in_words
 from lightning_bucketddp.peers.ranks import Ranks
-from lightning_bucketddp.peers.report import in_words
 from lightning_bucketddp.peers.status import Phase
 
 _MOST_NAMED = 5

@@ -29,7 +29,7 @@ from tests.launchers import free_port
 from tests.lightning_models import Regression, close_to, data, ours, trainer
 from tests.models import Mlp
 from tests.pool import RunRanks, on_ranks
-from tests.reference import eventually, everyones, group_store, inputs_of, logged
+from tests.reference import WHERE, eventually, everyones, group_store, inputs_of, logged
 
 SECONDS = 35.0
 """How long a stuck rank waits for reports at most: collectives have 40 s."""
@@ -63,7 +63,7 @@ def stop_process(*_: Any) -> None:
 
 WAITS = "ranks 0, 2: waiting "
 IN_PASS = WAITS + r"for the gradients of 'net\.\S+ to 'net\S+ \(bucket 0, \d parameter\(s\)\), in step "
-FIRST = r"^rank [02] has waited for \d+ s: rank 1 did not come. Where ranks are"
+FIRST = rf"^rank [02] has waited for \d+ s: rank 1{WHERE} did not come. Where ranks are"
 EXPECTED = [
     (FIRST, r"rank 1: not waiting, in step 2, pass 1", r"in sleep_until: time.sleep\(0.02\)\n", IN_PASS + "2"),
     (FIRST, r"rank 1: silent for \d+ s; its last record, which may be old, says in step \d", IN_PASS + "5, pass 4"),
@@ -123,7 +123,7 @@ def test_all_ranks_log_where_a_rank_is_that_does_not_come() -> None:
 @on_ranks(2)
 def test_a_second_report_comes_after_ten_times_as_long() -> None:
     store, wraps = group_store(), "rank 0: waiting for parameters, module buffers and options, in pass 0"
-    second = "rank 0: waiting for the order of gradients", "for 3 s: rank 1 did not come"
+    second = "rank 0: waiting for the order of gradients", f"for 3 s: rank 1{WHERE} did not come"
     with reports(lambda text: store.add("reported", 1) if wraps in text else None) as said:
         if dist.get_rank() == 1:
             eventually(lambda: store.add("reported", 0))
@@ -186,7 +186,7 @@ def stopped_for_good(folder: Path, place: str) -> str:
         trainer(ours(report_after=0.3, timeout=soon)).fit(model, data())
     os.kill(pids[1], signal.SIGKILL)
     assert isinstance(caught.value, PeerFailureError) == (place == "pass")
-    assert re.match(r"rank 0 has waited for \d+ s: rank 1 did not come", said[0])
+    assert re.match(rf"rank 0 has waited for \d+ s: rank 1{WHERE} did not come", said[0])
     return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
 
 
@@ -200,10 +200,32 @@ def stopped_for_good(folder: Path, place: str) -> str:
 )
 def test_the_error_at_the_timeout_holds_the_report(run_ranks: RunRanks, place: str, waits: str, tmp_path: Path) -> None:
     error, _ = run_ranks(2, stopped_for_good, tmp_path, place, fresh=True, may_exit=[1])
-    for words in (r"0 has waited for \d+ s: rank 1 did not come", r"1: silent for \d+ s; its last", f"0: {waits}"):
+    for words in (
+        rf"0 has waited for \d+ s: rank 1{WHERE} did not come",
+        r"1: silent for \d+ s; its last",
+        f"0: {waits}",
+    ):
         assert re.search(f"rank {words}", error), error
     assert error.count("Where ranks are") == 1
-    assert "nothing is heard of rank(s) 1" in error
+    assert re.search(f"nothing is heard of rank 1{WHERE}: look whether a process was killed or stopped", error)
+
+
+def times_out(folder: Path) -> str:
+    """Rank 1 lives, and does not come. Return rank 0's error."""
+    again(folder / "store", timedelta(seconds=3))
+    model, store = BucketDDP(Mlp()), group_store()
+    if dist.get_rank() == 1:
+        eventually(lambda: store.check(["raised"]))
+        return ""
+    with pytest.raises(PeerFailureError) as caught:
+        model(inputs_of(0)).sum().backward()
+    store.set("raised", "")
+    return str(caught.value)
+
+
+def test_the_error_at_the_timeout_names_the_rank_that_did_not_come(run_ranks: RunRanks, tmp_path: Path) -> None:
+    error, _ = run_ranks(2, times_out, tmp_path, fresh=True, may_exit=[1])
+    assert re.search(rf"failed in pass 0: rank 1{WHERE} did not come \(", error), error
 
 
 def is_stopped(pid: int) -> bool:
@@ -272,7 +294,8 @@ def store_ends(port: int, wrapped: bool) -> str:
 def test_the_end_of_the_rank_that_serves_the_store_is_told(run_ranks: RunRanks) -> None:
     _, error = run_ranks(2, store_ends, free_port(), False, fresh=True, may_exit=[0])
     _, error = run_ranks(2, store_ends, free_port(), True, fresh=True, may_exit=[0])
-    assert "failed in pass 1: rank 0, which serves the store, has ended training; look for an exception in its" in error
+    ended = f"failed in pass 1: rank 0{WHERE}, which serves the store, has ended training; look for an exception in its"
+    assert re.search(ended, error)
 
 
 def requests_in_an_agreement(port: int) -> int:

@@ -17,7 +17,7 @@ from lightning_bucketddp.layout.plan import MIB
 from lightning_bucketddp.peers.machines import Node, machine_name
 from tests.models import ConvBatchNorm, Mlp
 from tests.pool import case, on_ranks
-from tests.reference import both, inputs_of, raises_soon
+from tests.reference import both, inputs_of, raises_soon, without_where
 
 WEIGHT = "parameter 'layers.0.weight'"
 DIFFERENCES = {
@@ -75,14 +75,14 @@ def test_an_error_in_wrapping_reaches_the_other_ranks() -> None:
             BucketDDP(module if mine else Mlp(), **(options if mine else {}))
         assert message in str(error.value)
         who = "rank 0: rank 1 cannot go on with parameters, module buffers and options: "
-        assert str(error.value).startswith("" if mine else who)
+        assert without_where(str(error.value)).startswith("" if mine else who)
     both([BucketDDP(Mlp())], inputs_of(0))  # the failed attempts leave nothing that the next could stumble over
 
 
 @on_ranks(3, fresh=True)
 def test_a_rank_that_never_wraps_is_named() -> None:
     if dist.get_rank() != 1:
-        with pytest.raises(RuntimeError, match=r"waited 5 s.*nothing came from rank\(s\) \[1\]"):
+        with pytest.raises(RuntimeError, match=r"waited 5 s.*nothing came from rank 1, not at this point"):
             BucketDDP(Mlp(), timeout=timedelta(seconds=5))
 
 

@@ -1,5 +1,6 @@
 """Why ranks wait in vain, and what a report of it says, from their records alone."""
 
+import contextlib
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -63,8 +64,13 @@ def test_ranks_that_may_still_come_are_left_alone() -> None:
     assert diagnose([at(0, exchange=1, ended=True, **BUFFERS), at(1, ended=True)]) is None
     ranks = [at(0, **IN_PASS), at(1), at(2, silent_for=1.0)]
     assert diagnose(ranks) is None
-    assert silent(ranks).startswith("nothing is heard of rank(s) 2: look")
+    assert silent(ranks).startswith("nothing is heard of rank 2: look")
     assert silent(ranks[:2]) == ""
+    ranks[1:] = [replace(status, process=("node17", 4711), silent_for=1.0) for status in ranks[1:]]
+    ranks[1].ended = True
+    hint = "look whether a process was killed or stopped, in its output and the system's log"
+    of_rank_2 = f"nothing is heard of rank 2 (host node17, pid 4711): {hint}"
+    assert silent(ranks) == f"{of_rank_2}; rank 1 (host node17, pid 4711) ended training before"
 
 
 def test_after_a_step_of_manual_optimisation_ranks_may_still_come_to_an_agreement() -> None:
@@ -242,9 +248,17 @@ def test_a_report_says_who_has_not_come_and_where_each_rank_is() -> None:
         "  rank 7: waiting in barrier(), in step 7, pass 6",
         *calls,
     ]
+    late = [replace(ranks[4], process=("node17", 4711)), ranks[0]]
+    assert "rank 3 (host node17, pid 4711) did not come" in report(late, 0, 5)
     assert "5 s: all ranks wait, for different things" in report(ranks[:4], 0, 5)
     deep = [("own.py", 1, "f"), *[(C10D, 1, "g")] * 5, ("own.py", 1, "h")]
     calls = ["own.py:1 in h", *[f"{C10D}:1 in g"] * 3, "own.py:1 in f"]
     assert [line.strip().split(": ")[0] for line in report([Status(0, stack=deep)], 1, 1).splitlines()[2:]] == calls
+    of_package = str(Path(work.__file__).parent.parent / "reducer" / "passes.py")  # as in an editable install
+    outer = [("own.py", 1, "f"), *[(of_package, 1, "g")] * 5, ("own.py", 1, "h")]
+    innermost = [(work.__file__, 1, "wait"), (contextlib.__file__, 1, "__exit__"), (of_package, 1, "finish")]
+    for status in (Status(0, stack=outer), Status(0, waiting_for="x", stack=[*innermost, *outer])):
+        calls = [line.strip().split(": ")[0] for line in report([status], 1, 1).splitlines()[2:]]
+        assert calls == ["own.py:1 in h", *[f"{of_package}:1 in g"] * 3, "own.py:1 in f"]
     many = [Status(rank, stack=[("a.py", rank, "f")]) for rank in range(100)]
     assert report(many, 0, 1).count("a.py") == 8, "at most so many stacks"

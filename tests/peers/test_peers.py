@@ -13,6 +13,7 @@ from lightning_bucketddp import PeerFailureError, RankMismatchError
 from lightning_bucketddp.peers import peers as peers_file
 from lightning_bucketddp.peers.abort_listener import AbortListener, listen
 from lightning_bucketddp.peers.peers import Peers
+from tests.reference import WHERE, without_where
 
 MakeRanks = Callable[[int], list[Peers]]
 
@@ -67,7 +68,7 @@ def test_a_failure_ends_what_was_made_before_it_and_nothing_later(ranks: MakeRan
     first.look()
     first.fail("raised C")
     for peers in (first, second, first):
-        with pytest.raises(PeerFailureError, match=r"^rank \d: pass 0 cannot be completed: rank 1 raised A\."):
+        with pytest.raises(PeerFailureError, match=rf"^rank \d: pass 0 cannot be completed: rank 1{WHERE} raised A\."):
             peers.require_usable()
     later = ranks(2)  # they wrap anew
     for peers in later:
@@ -91,4 +92,4 @@ def test_a_process_that_ends_after_a_failure_ends_later_runs_too(abort: Mock, ra
     later, _ = ranks(2)
     later.look()
     assert later.failure is not None
-    assert later.failure.text == "rank 1 raised A"
+    assert without_where(later.failure.text) == "rank 1 raised A"

@@ -15,7 +15,16 @@ from lightning_bucketddp import BucketDDP, GradientError, PeerFailureError, Rank
 from tests.inside import wrapped_of
 from tests.models import ROWS, Lookup, RaiseInBackward, tokens
 from tests.pool import case, on_ranks
-from tests.reference import TINY, both, everyones, local_if, mean_grads, pair, run_backward
+from tests.reference import (
+    TINY,
+    WHERE,
+    both,
+    everyones,
+    local_if,
+    mean_grads,
+    pair,
+    run_backward,
+)
 
 EMBEDDINGS = ("words.weight", "bag.weight")
 
@@ -169,7 +178,7 @@ def raising(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
 FAILURES: dict[str, list[Any]] = {  # guarded, errors by rank; rank 1 fails
     "raised": [False, "rank 0: pass 1 cannot be completed: rank 1", ArithmeticError, "no gradient today"],
     "odd": [True, "RuntimeError in backward: the gradient of", RuntimeError, "'words.weight' cannot be reduced"],
-    "interrupted": [True, "rank 1 raised KeyboardInterrupt in backward: enough", KeyboardInterrupt, "enough"],
+    "interrupted": [True, f"rank 1{WHERE} raised KeyboardInterrupt in backward: enough", KeyboardInterrupt, "enough"],
     "unsound": [True, "rank 1: found ", GradientError, "gradient of parameter 'words.weight'"],
 }
 

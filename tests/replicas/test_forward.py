@@ -23,7 +23,19 @@ from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm
 from tests.inside import views_of
 from tests.models import ConvBatchNorm, Lookup, Mlp, batch, build, loss_of, tokens
 from tests.pool import on_ranks
-from tests.reference import TINY, assert_grads, backward, both, copying, drift, everyones, grads, mean_grads, train
+from tests.reference import (
+    TINY,
+    WHERE,
+    assert_grads,
+    backward,
+    both,
+    copying,
+    drift,
+    everyones,
+    grads,
+    mean_grads,
+    train,
+)
 from tests.replicas.test_replicas import Columns
 
 CPU = torch.device("cpu")
@@ -178,7 +190,7 @@ def test_an_error_in_one_replica_reaches_the_other_ranks() -> None:
     net, rank = replicated(RefusesSome()), dist.get_rank()
     backward(net)
     if rank == 0:
-        with pytest.raises(PeerFailureError, match="rank 1 raised ArithmeticError: a row that I do not like"):
+        with pytest.raises(PeerFailureError, match=f"rank 1{WHERE} raised ArithmeticError: a row that I do not like"):
             backward(net)
         return
     inputs = batch(0, rank)[0]

@@ -20,7 +20,7 @@ from tests import reference
 from tests.lightning_models import Regression, close_to, ddp, ours, trainer
 from tests.models import batch
 from tests.pool import case, on_ranks
-from tests.reference import everyones, raises_soon
+from tests.reference import WHERE, everyones, raises_soon
 
 SIZES = (5, 2, 3)
 
@@ -140,7 +140,9 @@ def test_samples_that_are_not_known_are_an_error_on_all_ranks() -> None:
     model = Ragged()
     model.counts = False  # on rank 0 all tensors have one length
     own = r"rank 1: expected a batch whose tensors all have one length.*found lengths \[1, 2\]. Call self.trainer.str"
-    with raises_soon(RuntimeError, match=own if dist.get_rank() else "rank 1 raised RuntimeError: rank 1: expected"):
+    with raises_soon(
+        RuntimeError, match=own if dist.get_rank() else f"rank 1{WHERE} raised RuntimeError: rank 1: expected"
+    ):
         trainer(ours(gradient_divide_by="samples")).fit(model)
 
 

@@ -18,7 +18,7 @@ from tests.lightning_models import Regression, close_to, data, ddp, ours, scaler
 from tests.models import Mlp
 from tests.pool import on_ranks
 from tests.reducer.test_skipping import OutOfMemory, warns_of
-from tests.reference import drift, inputs_of, raises_soon
+from tests.reference import WHERE, drift, inputs_of, raises_soon
 
 
 class Sometimes(Regression):
@@ -148,7 +148,9 @@ def test_manual_optimisation_leaves_a_step_out() -> None:
 def test_a_manual_step_that_runs_out_of_memory_outside_of_backward_is_an_error_everywhere() -> None:
     """The step may have several backwards: nobody knows which ones the others run."""
     errors = (torch.OutOfMemoryError, PeerFailureError)
-    with raises_soon(*errors, match="^out of memory" if dist.get_rank() == 1 else "rank 1 raised OutOfMemoryError"):
+    with raises_soon(
+        *errors, match="^out of memory" if dist.get_rank() == 1 else f"rank 1{WHERE} raised OutOfMemoryError"
+    ):
         fit(Sometimes("oom in forward", at=2, manual=True), data(), skip_step_on=["oom"])
 
 

@@ -13,7 +13,7 @@ from lightning_bucketddp.trainer.uneven_loader import EvenedLoader
 from tests.lightning_models import Regression, ours, trainer
 from tests.models import batch
 from tests.pool import case, on_ranks
-from tests.reference import drift, everyones
+from tests.reference import WHERE, drift, everyones
 
 AGAIN, OWN, PAUSE, NEXT_TIME = 1, 2, 3, 4
 LENGTHS = [3, 5, 4]  # by rank, in a Trainer
@@ -198,7 +198,7 @@ def test_what_cannot_be_evened_is_an_error() -> None:
     refused: list[tuple[Model, Any, str]] = [
         (Model(), own("stream", 3 * rank), nothing),
         (Model(), {"a": own(), "b": own()}, "found several"),
-        (Model("plain backward"), own(), "rank 0 raised RuntimeError" if rank else outside),
+        (Model("plain backward"), own(), f"rank 0{WHERE} raised RuntimeError" if rank else outside),
     ]
     for model, loader, message in refused:
         with pytest.raises((RuntimeError, ValueError), match=message):

@@ -17,7 +17,7 @@ from lightning_bucketddp import BucketDDP, PeerFailureError
 from lightning_bucketddp.comm import broadcast
 from lightning_bucketddp.peers.agreement import WrapError
 from tests.pool import on_ranks
-from tests.reference import assert_grads, backward, drift, inputs_of, mean_grads, raises_soon, train
+from tests.reference import WHERE, assert_grads, backward, drift, inputs_of, mean_grads, raises_soon, train
 
 
 class Replacing(nn.Module):
@@ -131,7 +131,7 @@ def test_what_cannot_be_sent_is_named_on_all_ranks(make: Callable[[], Tensor], w
     rank, module = dist.get_rank(), nn.Sequential(nn.Linear(8, 4))
     here = where in ("all", rank)
     module.register_buffer("kept", make() if here else torch.eye(4))
-    words = f"module buffer {words}" if here else f"rank {where} cannot go on with .*module buffer {words}"
+    words = f"module buffer {words}" if here else f"rank {where}{WHERE} cannot go on with .*module buffer {words}"
     with pytest.raises(WrapError if here else PeerFailureError, match=words):
         BucketDDP(module)
     module._ddp_params_and_buffers_to_ignore = ["kept"]
@@ -153,7 +153,7 @@ def test_what_a_module_buffer_was_replaced_by_is_named_where_it_is(ranks: set[in
     if rank in ranks:
         module.kept = torch.eye(4).to_sparse()
     else:
-        words = rf"rank {min(ranks)} raised WrapError: .*{words}"
+        words = rf"rank {min(ranks)}{WHERE} raised WrapError: .*{words}"
     with raises_soon(WrapError if rank in ranks else PeerFailureError, match=words):
         backward(ours, 1)
     if len(ranks) == 2:

@@ -20,7 +20,15 @@ from lightning_bucketddp.wrapper.sync_batchnorm import SyncBatchNorm, links_of
 from tests.lightning_models import Regression, close_to, data, ours, trainer
 from tests.models import Branches, ConvBatchNorm, RaiseInBackward, batch
 from tests.pool import on_ranks
-from tests.reference import assert_grads, drift, everyones, grads, raises_soon, run_backward
+from tests.reference import (
+    WHERE,
+    assert_grads,
+    drift,
+    everyones,
+    grads,
+    raises_soon,
+    run_backward,
+)
 
 FP32, BF16 = torch.float32, torch.bfloat16
 LAYERS: dict[str, list[Any]] = {
@@ -277,5 +285,5 @@ def test_a_failed_fit_reverts_layers_and_the_next_is_refused() -> None:
     assert type(model.net.norm) is nn.BatchNorm2d
     assert not links_of(model)
     # rank 0 left a collective under way that rank 1 never joined
-    with pytest.raises(RuntimeError, match=["unfinished collectives", "rank 0 cannot go on"][dist.get_rank()]):
+    with pytest.raises(RuntimeError, match=["unfinished collectives", f"rank 0{WHERE} cannot go on"][dist.get_rank()]):
         trainer(ours(), sync_batchnorm=True).fit(Regression("conv"), data())
