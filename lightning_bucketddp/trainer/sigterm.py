@@ -12,6 +12,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+GOT_SIGTERM = "got SIGTERM, which launchers send to cancel a job, or when another rank has ended"
+
 
 def quieten_sigterm(trainer: pl.Trainer) -> None:
     """Replace both broadcasts of the Trainer. Call this before it registers its handler."""

@@ -1,5 +1,6 @@
 """``Trainer(strategy="bucketddp")``: Lightning's lifecycle around ``BucketDDP``."""
 
+import logging
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
@@ -14,6 +15,7 @@ from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -25,6 +27,8 @@ from lightning_bucketddp.optim.checkpoint_writer import CheckpointWriter
 from lightning_bucketddp.optim.stepped import params_of
 from lightning_bucketddp.peers.abort_listener import AbortListener, tell_failure
 from lightning_bucketddp.peers.agreement import RankMismatchError
+from lightning_bucketddp.peers.end_signals import end_signals
+from lightning_bucketddp.peers.names import in_words, this_process
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.trainer import checkpoints, common, finetuning
@@ -34,11 +38,13 @@ from lightning_bucketddp.trainer.exact_evaluation import EachSampleOnce
 from lightning_bucketddp.trainer.launchers import ScriptLauncher, TellingLauncher
 from lightning_bucketddp.trainer.layer_sync import BatchNormSync
 from lightning_bucketddp.trainer.precision import adapt_precision
-from lightning_bucketddp.trainer.sigterm import quieten_sigterm
+from lightning_bucketddp.trainer.sigterm import GOT_SIGTERM, quieten_sigterm
 from lightning_bucketddp.trainer.uneven_loader import EvenedLoader, require_countable_batches
 from lightning_bucketddp.trainer.wrapper import BucketDDPInTrainer, hold_schedulers
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 from lightning_bucketddp.wrapper.validation import require_no_sync_batchnorm
+
+_log = logging.getLogger(__name__)
 
 DEVICE_SECONDS = 5.0
 """How long an accelerator may take, after a failure, to end what it was given."""
@@ -211,8 +217,11 @@ class BucketDDPStrategy(EachSampleOnce):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._listener is not None:
-            tell_failure(exception)  # the others may wait for this rank, in a pass or elsewhere
+        if self._listener is not None:  # the others may wait for this rank, in a pass or elsewhere
+            what = GOT_SIGTERM if isinstance(exception, SIGTERMException) and not end_signals.ending else ""
+            if what:  # it ends without another word
+                _log.error("%s %s", in_words([self.global_rank], {self.global_rank: this_process()}), what)
+            tell_failure(exception, what)
 
     # -- Lightning's collectives: other ranks may ask where this one waits -----------------------------
 
