@@ -1,5 +1,6 @@
 """A checkpoint when the job is preempted: all ranks finish the step, save, and end."""
 
+import logging
 import os
 import random
 import signal
@@ -21,6 +22,7 @@ from lightning_bucketddp.peers.end_signals import PATIENCE_SECONDS, SIGNALS, end
 from lightning_bucketddp.trainer.checkpoints import ORDER_KEY
 from lightning_bucketddp.trainer.wrapper import BucketDDPInTrainer
 
+_log = logging.getLogger(__name__)
 _RANKS, _STOPS = "bucketddp_ranks", "bucketddp_stops"
 """Entries of a checkpoint: each rank's random-number state and dataloaders' states; the learned order of gradients;
 whether a callback has asked training to stop."""
@@ -188,11 +190,19 @@ class PreemptionCheckpoint(Callback):
         strategy._end_writer()  # the checkpoint must be there when this job is requeued
         self._saving, requeue = True, _requeue_signal(trainer)
         path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir) if requeue else self.path
-        if requeue in BucketDDPInTrainer.of(trainer, self)._uneven.tell(end_signals.received):
+        wrapper = BucketDDPInTrainer.of(trainer, self)
+        got = wrapper._uneven.tell(end_signals.received)
+        told = ""
+        if end_signals.received or trainer.is_global_zero:
+            told = wrapper._passes.peers.in_words([rank for rank, number in enumerate(got) if number])
+            told += f" got {' and '.join(signal.Signals(number).name for number in sorted({*got} - {0}))}"
+        if told and not trainer.is_global_zero:
+            _log.warning("%s: all ranks end after step %d", told, trainer.global_step)
+        if requeue in got:
             trainer._signal_connector._slurm_sigusr_handler_fn(requeue, None)  # type: ignore[arg-type]  # saves, too
         else:
             trainer.save_checkpoint(path)
-        rank_zero_info(f"preempted after step {trainer.global_step}: saved {path}")
+        rank_zero_info(f"preempted after step {trainer.global_step}, as {told}: saved {path}")
         trainer.strategy.barrier()  # rank 0 may take long to requeue; a rank that ends is a failure to it
         self._saving, trainer.state.status = False, status
 

@@ -30,9 +30,10 @@ from lightning_bucketddp.comm import gloo
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.peers import abort_listener
 from lightning_bucketddp.peers.abort_listener import listen
+from lightning_bucketddp.trainer import preemption
 from tests.lightning_models import PoolEnvironment, ddp, ours, trainer
 from tests.pool import ROOT, RunRanks, on_ranks
-from tests.reference import eventually
+from tests.reference import WHERE, eventually, logged
 
 Options = dict[str, Any]
 BATCHES, MANY = 6, 9
@@ -365,9 +366,12 @@ class Ends(Preempted):
 
 ENDS: dict[str, dict[int, str]] = {
     "twice": {0: "the process ends", 1: "PeerFailureError"},
-    "absent": {0: r"PeerFailureError: .*a signal asks all ranks to end, and rank\(s\) \[1\] did not come in 2 s"},
+    "absent": {0: rf"PeerFailureError: .*a signal asks all ranks to end, and rank 1{WHERE} did not come in 2 s"},
     "late": dict.fromkeys((0, 1), rf"handled \[<Signals.SIGUSR1: {signal.SIGUSR1:d}>\]|handled \[10\]"),
-    "warning": {0: "SIGTERMException.*no state_dict or no length", 1: "SIGTERMException"},
+    "warning": {
+        0: rf"SIGTERMException.*no state_dict or no length.*preempted after step 2, as rank 1{WHERE} got SIGTERM",
+        1: rf"SIGTERMException.*rank 1{WHERE} got SIGTERM: all ranks end after step 2",
+    },
     "ddp": dict.fromkeys((0, 1), "MisconfigurationException: expected strategy='bucketddp'.*found DDPStrategy"),
     "thread": dict.fromkeys((0, 1), "ValueError: signal only works in main thread"),
 }
@@ -381,7 +385,11 @@ def test_other_ends_say_what_happened(how: str, tmp_path: Path) -> None:
     fits = trainer(ddp() if how == "ddp" else ours(), callbacks=PreemptionCheckpoint(tmp_path, patience=2))
     model = Preempted(STEP, 2, (1,), signal.SIGTERM) if how == "warning" else Ends(how)
     try:
-        with warnings.catch_warnings(record=True, action="always") as warned:
+        with (
+            warnings.catch_warnings(record=True, action="always") as warned,
+            patch.object(preemption, "rank_zero_info", warnings.warn),
+            logged(preemption.__name__, warnings.warn),
+        ):
             if how == "thread":
                 with ThreadPoolExecutor(1) as threads:
                     threads.submit(fits.fit, model, loader()).result()
