@@ -152,7 +152,7 @@ class Backward:
     only: Flags | None  # per parameter, whether `backward(inputs=...)` names it; None for a plain call
     penalty: bool  # the loss has a term that does not come by forward's output
     constant: Flags  # per rank, whether its loss is a constant instead
-    fail: str = ""  # where backward raises, on every rank: "input" or "output"
+    fail: str = ""  # where a local backward raises, on every rank: "input" or "output"
 
 
 @dataclass(frozen=True)
@@ -285,8 +285,8 @@ class _Rounds:
         uses: list[tuple[int, ...]] = [(0,)] * self.draw.choice([1, 1, 1, 2, 3])
         if len(forwards) == 2:
             uses = self.draw.choice([[(0, 1)], [(0,), (1,)], [(1,), (0,)], [(0, 1), (0, 1)], [(0,), (0, 1), (1,)]])
-        if self.chance(0.05):
-            backwards = (self.failing(local, direct, guarded),)
+        if local and self.chance(0.15):
+            backwards = (self.failing(guarded),)
             forwards = tuple(replace(forward, inputs_require_grad=True) for forward in forwards)
         else:
             backwards = tuple(self.backward(of, local, direct, guarded) for of in uses)
@@ -309,7 +309,6 @@ class _Rounds:
         constant = self.flags(self.world_size, 0.5) if some_constant else (False,) * self.world_size
         return Backward(of, local, guarded, only, penalty, constant)
 
-    def failing(self, local: bool, direct: bool, guarded: bool) -> Backward:
-        # Outside a guard the ranks must all have begun the pass when it raises: at the input everything else is done.
-        fail = self.draw.choice(["input", "output"]) if guarded else "input"
-        return Backward((0,), local, guarded, None, False, (False,) * self.world_size, fail)
+    def failing(self, guarded: bool) -> Backward:
+        fail = self.draw.choice(["input", "output"])
+        return Backward((0,), True, guarded, None, False, (False,) * self.world_size, fail)

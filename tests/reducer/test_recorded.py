@@ -1,7 +1,7 @@
 """Recorded gradients are marked as ready, and complete buckets, without a process group."""
 
 import threading
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def open_pass(count: int) -> tuple[Reducer, Pass]:
     planner = LayoutPlanner(table, Options(bucket_cap_mb=3 * 64 / 2**20), world_size=3, one_machine=True)
     buckets = Buckets(table, planner)
     storage = Contiguous(table, buckets, planner.plan(), Streams())
-    context = Mock(peers=Mock(failure=None), lock=threading.RLock())
+    context = MagicMock(lock=threading.RLock(), **{"ranks.peers.failure": None})
     reducer = Reducer(table, buckets, storage, Mock(), Mock(), [], context)
     this_pass = Pass(0, True, table.trainable_now(), Origin.BACKWARD, Role.ACTIVE, Contribution.OWN)
     reducer.open(this_pass)

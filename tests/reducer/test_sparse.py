@@ -177,7 +177,7 @@ def raising(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
 
 FAILURES: dict[str, list[Any]] = {  # guarded, errors by rank; rank 1 fails
     "raised": [False, "rank 0: pass 1 cannot be completed: rank 1", ArithmeticError, "no gradient today"],
-    "odd": [True, "RuntimeError in backward: the gradient of", RuntimeError, "'words.weight' cannot be reduced"],
+    "odd": [True, "raised RuntimeError: the gradient of", RuntimeError, "'words.weight' cannot be reduced"],
     "interrupted": [True, f"rank 1{WHERE} raised KeyboardInterrupt in backward: enough", KeyboardInterrupt, "enough"],
     "unsound": [True, "rank 1: found ", GradientError, "gradient of parameter 'words.weight'"],
 }
@@ -202,8 +202,8 @@ def test_a_failure_on_one_rank_is_one_on_all(how: str, guarded: bool, others: st
         ours(*tokens(0, rank))
 
 
-@on_ranks(2, cases=(True, False))
-def test_training_goes_on_when_all_ranks_raised(guarded: bool) -> None:
+@on_ranks(1, cases=(True, False))
+def test_a_rank_without_others_goes_on_when_backward_raised(guarded: bool) -> None:
     plain, ours = pair(Lookup, TINY)
     for step in range(3):
         ours.zero_grad()
@@ -212,7 +212,6 @@ def test_training_goes_on_when_all_ranks_raised(guarded: bool) -> None:
             with pytest.raises(ArithmeticError):
                 run_backward(ours, ours(*tokens(step, dist.get_rank())).square().mean(), guarded)
             hook.remove()
-            ours(*tokens(0, 0))  # in plain PyTorch the next use finds out that all ranks failed
             assert ours.module.bag.weight.grad is ours.module.head.weight.grad is None
         step_of((plain, ours), step)
         assert_means(ours.module, mean_grads(plain))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
+from lightning_bucketddp import BucketDDP, RankMismatchError
 from tests.inside import passes_of, reducer_of
 from tests.models import Branches, ConvBatchNorm, Fragile, Mlp, batch, loss_of
 from tests.pool import on_ranks
@@ -144,7 +144,7 @@ def test_a_rank_that_changes_alone_is_named(change: str) -> None:
     now = "trainable" if change == "unfreeze" else "frozen"
     with raises_soon(RankMismatchError, match=f"(?s){words}.*{now} on rank 1") as error:
         loss.backward()
-    with pytest.raises(PeerFailureError) as again:
+    with pytest.raises(RankMismatchError) as again:
         mse(0)(ours)
     assert str(again.value) == str(error.value)
 

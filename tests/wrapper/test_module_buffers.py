@@ -156,9 +156,11 @@ def test_what_a_module_buffer_was_replaced_by_is_named_where_it_is(ranks: set[in
         words = rf"rank {min(ranks)}{WHERE} raised WrapError: .*{words}"
     with raises_soon(WrapError if rank in ranks else PeerFailureError, match=words):
         backward(ours, 1)
-    if len(ranks) == 2:
-        module.kept = torch.eye(4)
+    module.kept = torch.eye(4)
+    with pytest.raises(PeerFailureError, match="WrapError"):
         backward(ours, 2)
+    if len(ranks) == 2:  # nothing was left under way
+        assert backward(BucketDDP(module), 2).isfinite()
 
 
 @on_ranks(2, fresh=True)
