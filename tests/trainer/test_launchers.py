@@ -164,8 +164,12 @@ def test_a_killed_rank_of_lightnings_launcher_is_an_error_on_the_other(tmp_path:
     said = (tmp_path / f"{place} at rank {other}").read_text()
     lost = "the process that serves the store has ended without a word: rank 0"
     cause = f"rank 1{WHERE} has ended with signal SIGKILL" if killed else f"{lost}{WHERE} or the launcher"
-    assert len(re.findall(cause, said)) == 1, said
-    assert said.count("\n") < 30, "where this rank waited, and why it stops"
+    error = [
+        line for line in said.splitlines() if line.startswith(f"[rank{other}]: ")
+    ]  # Lightning tells of a save, too
+    assert [bool(re.search(cause, line)) for line in error[-3:]] == [False, False, True], said
+    assert len(error) < 30, "where this rank waited, and why it stops"
+    assert said.count("[c10d]") <= 2, "pages of torch, one for each request to a store that is gone"
     assert "terminate called" not in said
     failed = float((tmp_path / "failed").read_text())
     for moment in ("on_exception", "finally"):  # Lightning's own observer kills rank 0 within five seconds
