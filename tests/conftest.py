@@ -1,10 +1,14 @@
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.pool import DEVICE_BACKEND, Nursery, RunRanks, WorkerPool
+from tests.nursery import Nursery, nurseries
+from tests.pool import DEVICE_BACKEND, RunRanks, WorkerPool
+from tests.simulated import build
 
 # Before torch is imported. Threads of pytest's workers, and of ranks that they start, would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,18 +25,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name != "test_ray.py")
 
 
-@pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.end()
+NURSERIES = {
+    "cpu": {},
+    "accelerator": {DEVICE_BACKEND: "1"},
+    "simulated": {DEVICE_BACKEND: "1", **build.environment()},
+}
+"""Of each kind of ranks, variables of its environment."""
+FOLDER = "TESTS_NURSERIES"
 
 
-def _ranks(nursery: Nursery) -> Iterator[RunRanks]:
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the processes that fork ranks: once, for all workers of pytest-xdist."""
+    if hasattr(config, "workerinput"):
+        return
+    running = ExitStack()
+    os.environ[FOLDER] = str(running.enter_context(nurseries(**NURSERIES)))
+    config.add_cleanup(running.close)
+
+
+def nursery_of(kind: str) -> Nursery:
+    return Nursery(Path(os.environ[FOLDER], kind))
+
+
+def ranks_of(kind: str) -> Iterator[RunRanks]:
     pools: dict[int, WorkerPool] = {}
 
     def run(world_size: int, job: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        return pools.setdefault(world_size, WorkerPool(world_size, nursery)).run(job, *args, **options)
+        return pools.setdefault(world_size, WorkerPool(world_size, nursery_of(kind))).run(job, *args, **options)
 
     yield run
     for pool in pools.values():
@@ -40,28 +59,27 @@ def _ranks(nursery: Nursery) -> Iterator[RunRanks]:
 
 
 @pytest.fixture(scope="session")
-def ranks_on_cpu(nursery: Nursery) -> Iterator[RunRanks]:
-    yield from _ranks(nursery)
+def nursery() -> Nursery:
+    return nursery_of("cpu")
+
+
+@pytest.fixture(scope="session")
+def ranks_on_cpu() -> Iterator[RunRanks]:
+    yield from ranks_of("cpu")
 
 
 @pytest.fixture(scope="session")
 def ranks_on_accelerator() -> Iterator[RunRanks]:
-    nursery = Nursery({DEVICE_BACKEND: "1"})
-    yield from _ranks(nursery)
-    nursery.end()
+    yield from ranks_of("accelerator")
 
 
 @pytest.fixture(scope="session")
 def ranks_on_simulated() -> Iterator[RunRanks]:
     """Ranks in processes that have the simulated accelerator, which is built here."""
-    from tests.simulated import build
-
     if build.why_not():
         pytest.skip(build.why_not())
     build.library()
-    nursery = Nursery({DEVICE_BACKEND: "1", **build.environment()})
-    yield from _ranks(nursery)
-    nursery.end()
+    yield from ranks_of("simulated")
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Runs functions on several gloo ranks from plain pytest.
 
-Worker processes are kept, for each world size. One process imports torch and lightning, which takes seconds; workers
-are forked from it. Each job gets a process group of its own (file store), and its wrappers are closed at its end.
+Worker processes are kept, for each world size. They are forked from a process that has imported what takes long
+(``tests/nursery.py``). Each job gets a process group of its own (file store), and its wrappers are closed at its end.
 """
 
 import faulthandler
@@ -13,8 +13,6 @@ import os
 import pickle
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,39 +26,17 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.nursery import ROOT as ROOT
+from tests.nursery import Nursery, nurseries
+
 RunRanks = Callable[..., list[Any]]
 TIMEOUT = timedelta(seconds=40)  # of collectives
-ENDING_SIGNALS = {"kill": signal.SIGKILL, "abort": signal.SIGABRT}
 DEVICE_BACKEND = "TESTS_WITH_DEVICE_BACKEND"
 """A variable that is set where process groups send the accelerator's tensors by its own backend."""
 
 
 class RankError(AssertionError):
     """A job failed on some rank; the message holds the tracebacks."""
-
-
-class Nursery:
-    """A process that has imported what takes long, and forks workers.
-
-    Args:
-        variables: Of its environment, besides this process's.
-    """
-
-    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **(variables or {})}
-        command = [sys.executable, "-m", "tests.pool"]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
-
-    def ask(self, *words: object) -> int:
-        """For ``fork`` the number of a new process; else, with such a number, its exit code."""
-        print(*words, file=self._process.stdin, flush=True)
-        return int(self._process.stdout.readline())
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.communicate(timeout=20)
 
 
 class WorkerPool:
@@ -146,30 +122,15 @@ class WorkerPool:
         return [results[rank] for rank in range(self.world_size)]
 
 
-def _raise_workers() -> None:
-    for name in ("torch._dynamo", "tests.lightning_models", "tests.reference", "tests.traces.recorder"):
-        importlib.import_module(name)  # with all that they import, which each worker would else import by itself
-    gc.freeze()  # garbage collections in workers pass these modules over, and copy none of their memory
-    exit_codes: dict[int, int] = {}
-    for line in sys.stdin:
-        what, *words = line.split()
-        if what == "fork":
-            pid = os.fork()
-            if pid == 0:
-                with open(os.devnull) as nothing:
-                    os.dup2(nothing.fileno(), 0)
-                os.dup2(2, 1)  # what is printed must not be taken for an answer
-                _serve(int(words[0]), int(words[1]), words[2])
-            exit_codes.pop(pid, None)  # of one that had the same number
-            print(pid, flush=True)
-            continue
-        pid = int(words[0])
-        if pid not in exit_codes:
-            if what in ENDING_SIGNALS:
-                os.kill(pid, ENDING_SIGNALS[what])
-                os.kill(pid, signal.SIGCONT)  # a test may have stopped it
-            exit_codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        print(exit_codes[pid], flush=True)
+@contextmanager
+def worker_pool(world_size: int) -> Iterator[WorkerPool]:
+    """For programs, which have no pytest that keeps pools."""
+    with nurseries(cpu={}) as folder:
+        pool = WorkerPool(world_size, Nursery(folder / "cpu"))
+        try:
+            yield pool
+        finally:
+            pool.stop()
 
 
 def close_wrappers() -> None:
@@ -192,7 +153,8 @@ def _backend(rank: int, world_size: int) -> str:
     return f"cpu:gloo,{device.type}:{dist.Backend.default_device_backend_map[device.type]}"
 
 
-def _serve(rank: int, world_size: int, address: str) -> None:
+def serve(rank: int, world_size: int, address: str) -> None:
+    """Do jobs, in a process of a rank, until the pool has gone."""
     import torch
     import torch.distributed as dist
 
@@ -296,7 +258,3 @@ def on_ranks(
         return functools.reduce(lambda marked, mark: mark(marked), marks, test)
 
     return decorate
-
-
-if __name__ == "__main__":
-    _raise_workers()

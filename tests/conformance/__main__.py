@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from tests.pool import Nursery, RankError, WorkerPool
+from tests.pool import RankError, WorkerPool, worker_pool
 
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
 RANKS, TIMEOUT = 2, 120
@@ -42,13 +42,8 @@ def failures(pool: WorkerPool, with_bucketddp: bool) -> dict[str, str]:
 
 def measure() -> bool:
     """Runs all tests with both classes and prints where the table is wrong. True if it is right."""
-    nursery = Nursery()
-    pool = WorkerPool(RANKS, nursery)
-    try:
+    with worker_pool(RANKS) as pool:
         theirs, ours = failures(pool, False), failures(pool, True)
-    finally:
-        pool.stop()
-        nursery.end()
     wrong = {f"{name} with torch's class: {theirs.get(name, 'passes')}\n" for name in theirs.keys() ^ FAILS_WITH_TORCH}
     not_required = FAILS_WITH_TORCH | EXCLUDED | PENDING.keys()
     differ = (ours.keys() - not_required) | (PENDING.keys() - ours.keys())

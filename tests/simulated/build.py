@@ -10,8 +10,6 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).parent.parent.parent
 SOURCES = Path(__file__).parent / "csrc"
 AUTOLOAD = Path(__file__).parent / "autoload"
@@ -73,6 +71,8 @@ def _cache() -> Path:
 
 
 def _hash() -> str:
+    import torch  # not above: the variables are asked for where nothing is to be imported
+
     found = hashlib.sha256(f"{torch.__version__} {torch.__file__} {sys.version} {compiler()}".encode())
     for path in sorted([Path(__file__), *SOURCES.iterdir()]):
         found.update(path.read_bytes())
@@ -80,6 +80,7 @@ def _hash() -> str:
 
 
 def _build(folder: Path, target: Path) -> Path:
+    import torch
     from torch.utils import cpp_extension
 
     command = compiler()
