@@ -18,7 +18,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 ENDING_SIGNALS = {"kill": signal.SIGKILL, "abort": signal.SIGABRT}
-IMPORTED = ("torch._dynamo", "tests.lightning_models", "tests.reference", "tests.traces.recorder", "tests.pool")
+IMPORTED = (
+    "torch._inductor.compile_fx",
+    "tests.lightning_models",
+    "tests.reference",
+    "tests.traces.recorder",
+    "tests.pool",
+)
 """With all that they import, which each rank would else import by itself."""
 
 
@@ -95,6 +101,7 @@ def _import_once() -> None:
     if "torch" not in sys.modules:
         for name in IMPORTED:
             importlib.import_module(name)
+        importlib.import_module("torch._dynamo").list_backends()  # imports them
         gc.freeze()  # garbage collections in ranks pass these modules over, and copy none of their memory
 
 

@@ -28,6 +28,7 @@ import pytest
 
 from tests.nursery import ROOT as ROOT
 from tests.nursery import Nursery, nurseries
+from tests.sampling import some_slow
 
 RunRanks = Callable[..., list[Any]]
 TIMEOUT = timedelta(seconds=40)  # of collectives
@@ -192,6 +193,7 @@ def serve(rank: int, world_size: int, address: str) -> None:
         job = None
         for _ in range(2):  # groups in cycles, each of which has threads; wrappers, whose finalizers let more go
             gc.collect()
+        gc.freeze()  # what the job has imported, too, is passed over from now on
         connection.send_bytes(pickle.dumps(answer))
 
 
@@ -227,12 +229,18 @@ def words_for(value: Any) -> str:
 
 
 def on_ranks(
-    *world_sizes: int, cases: Mapping[str, Any] | Iterable[Any] | None = None, **options: Any
+    *world_sizes: int,
+    cases: Mapping[str, Any] | Iterable[Any] | None = None,
+    quick: Iterable[str] | None = None,
+    **options: Any,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a job a test: its body runs on gloo ranks, and its arguments are the test's parameters and fixtures.
 
-    With ``cases``, which may have names, each is a test of its own and has the arguments.
-    ``options`` are those of ``WorkerPool.run``.
+    Args:
+        world_sizes: Of several, each case takes one in turn; with the others it is a slow test.
+        cases: Each is a test of its own, with these arguments. They may have names.
+        quick: Names of cases, if the others are slow tests.
+        options: Those of ``WorkerPool.run``.
     """
     named = None if cases is None else named_cases(cases)
 
@@ -252,9 +260,12 @@ def on_ranks(
         kind = inspect.Parameter.KEYWORD_ONLY
         found = [inspect.Parameter(name, kind) for name in ("run_ranks", "world_size", *parameters)]
         test.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
-        marks = [pytest.mark.parametrize("world_size", world_sizes)]
-        if named is not None:
-            marks.append(pytest.mark.parametrize("name", list(named)))
-        return functools.reduce(lambda marked, mark: mark(marked), marks, test)
+        if named is None:
+            return pytest.mark.parametrize("world_size", some_slow(world_sizes, world_sizes[:1]))(test)
+        chosen = [
+            (world_sizes[at % len(world_sizes)], name) for at, name in enumerate(named if quick is None else quick)
+        ]
+        rows = [(size, name) for name in named for size in world_sizes]
+        return pytest.mark.parametrize(("world_size", "name"), some_slow(rows, chosen))(test)
 
     return decorate

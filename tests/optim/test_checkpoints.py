@@ -27,6 +27,7 @@ from tests.models import AllKinds
 from tests.optim.common import OPTIMIZERS, TINY, assert_close, assert_equal, stepped, two_groups
 from tests.pool import RunRanks, on_ranks
 from tests.reference import drift, everyones
+from tests.sampling import some_slow
 
 
 class Training:
@@ -99,17 +100,17 @@ def load(folder: str, optimizer: str, low: bool, expected: dict[str, Tensor]) ->
         assert_close(training.run(SAVED, LAST).end(), expected, how)
 
 
-@pytest.mark.parametrize(
-    ("kind", "saved_at", "loaded_at"),
-    [
-        (("adamw", True, True), 3, (2, 1)),
-        (("sgd", True, True), 3, (3,)),
-        (("rmsprop", True, True), 1, (3,)),
-        (("adagrad", False, True), 2, (3,)),
-        (("nadam", True, False), 2, (3,)),
-        (("adamw", False, None), 1, (3,)),
-    ],
-)
+LOADED = [
+    (("adamw", True, True), 3, (2, 1)),
+    (("adagrad", False, True), 2, (3,)),
+    (("adamw", False, None), 1, (3,)),
+    (("sgd", True, True), 3, (3,)),
+    (("rmsprop", True, True), 1, (3,)),
+    (("nadam", True, False), 2, (3,)),
+]
+
+
+@pytest.mark.parametrize(("kind", "saved_at", "loaded_at"), some_slow(LOADED, LOADED[:3]))
 def test_training_goes_on_at_any_world_size(
     run_ranks: RunRanks, tmp_path: Path, kind: tuple[str, bool, bool | None], saved_at: int, loaded_at: tuple[int, ...]
 ) -> None:
@@ -167,7 +168,7 @@ def change_what_is_trained(optimizer: str, shard: bool) -> dict[str, Tensor]:
     return training.end()
 
 
-@on_ranks(3, cases=("adamw", "adagrad"))
+@on_ranks(3, cases=("adamw", "adagrad"), quick=["adamw"])
 def test_state_of_parameters_that_are_trained_later_is_cut_into_shards(optimizer: str) -> None:
     assert_close(*(change_what_is_trained(optimizer, shard) for shard in (True, False)), optimizer)
 
@@ -330,7 +331,7 @@ def load_and_save(path: str) -> list[float]:
     return [*found, len(os.listdir(Path(path).parent))]
 
 
-@pytest.mark.parametrize("name", ["last.ckpt", "parts"])
+@pytest.mark.parametrize("name", some_slow(["last.ckpt", "parts"], {"parts"}))
 def test_a_save_that_is_killed_leaves_a_checkpoint(run_ranks: RunRanks, tmp_path: Path, name: str) -> None:
     """The old one or the new one, whenever it is killed; and the next save starts from there."""
     left = []

@@ -22,6 +22,7 @@ from tests.fixtures.checkpoints import At
 from tests.lightning_models import Gan, Regression, Relay, close_to, data, scaler, trainer
 from tests.pool import RunRanks, on_ranks
 from tests.reference import drift
+from tests.sampling import some_slow
 
 sharded = partial(lightning_models.ours, shard_optimizer=True)
 parts = partial(sharded, state_dict_type="sharded")
@@ -112,7 +113,10 @@ RUNS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]] = {
 AS_DDP = ["accumulated and clipped", "bf16-mixed"]  # others are compared with this strategy, without shards
 
 
-@on_ranks(2, cases={name: [name, *RUNS[name]] for name in RUNS})
+QUICK = ["accumulated and clipped", "scaled", "toggled", "averaged", "pruned"]
+
+
+@on_ranks(2, cases={name: [name, *RUNS[name]] for name in RUNS}, quick=QUICK)
 def test_a_trainer_trains_as_without_shards(name: str, build: Callable[[], Any], options: Any) -> None:
     models = []
     for strategy in (lightning_models.ddp() if name in AS_DDP else lightning_models.ours(), sharded()):
@@ -156,20 +160,19 @@ def whole_run(kind: str, low: bool, tuned: bool, epochs: int, load: str | None, 
     return {name: value.float() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "worlds", "low", "tuned"),
-    [
-        ("sharded", "ddp", (3, 2), False, False),
-        ("ddp", "sharded", (1, 3), False, False),
-        ("sharded in parts", "ours", (3, 2), True, False),
-        ("ours in parts", "sharded in parts", (1, 2), False, True),
-        ("sharded", "ours", (2, 1), True, True),
-    ],
-    ids=str,
-)
-def test_training_goes_on_from_a_checkpoint(
-    run_ranks: RunRanks, first: str, second: str, worlds: tuple[int, int], low: bool, tuned: bool, tmp_path: Path
-) -> None:
+RESUMED = {
+    "one file, by ddp": ("sharded", "ddp", (3, 2), False, False),
+    "ddp's, by shards": ("ddp", "sharded", (1, 3), False, False),
+    "parts of low precision, whole": ("sharded in parts", "ours", (3, 2), True, False),
+    "parts, tuned, by shards": ("ours in parts", "sharded in parts", (1, 2), False, True),
+    "one file of low precision, tuned, whole": ("sharded", "ours", (2, 1), True, True),
+}
+"""Strategies that save and that load, their numbers of ranks, bf16 with masters, fine-tuning."""
+
+
+@pytest.mark.parametrize("name", some_slow(RESUMED, {"ddp's, by shards", "parts of low precision, whole"}))
+def test_training_goes_on_from_a_checkpoint(run_ranks: RunRanks, name: str, tmp_path: Path) -> None:
+    first, second, worlds, low, tuned = RESUMED[name]
     path = tmp_path / "first.ckpt"
     undisturbed = run_ranks(1, whole_run, "ours", low, tuned, 4, None, None)[0]
     run_ranks(worlds[0], whole_run, first, low, tuned, 2, None, str(path))

@@ -303,12 +303,15 @@ def both_ways(name: str, extra: dict[str, Any]) -> None:
     assert_close(*results, tolerance=ROUGH.get(name, 1e-5))
 
 
-@on_ranks(3, cases=[*((name, {}) for name in TRAININGS), *((name, SCATTERED) for name in SOME)], timeout=200)
+TRAINED = {name: (name, {}) for name in TRAININGS} | {f"{name}, scattered": (name, SCATTERED) for name in SOME}
+
+
+@on_ranks(3, cases=TRAINED, quick=[*TRAININGS, "gan, scattered"], timeout=200)
 def test_the_same_training_as_without_shards(name: str, extra: dict[str, Any]) -> None:
     both_ways(name, extra)
 
 
-@on_ranks(4, cases=("freezing", "low_precision", "unused", "uneven"))
+@on_ranks(4, cases=("freezing", "low_precision", "unused", "uneven"), quick=["freezing"])
 def test_the_same_training_in_shard_groups(name: str) -> None:
     both_ways(name, {"shard_group_size": 2})
 

@@ -28,6 +28,7 @@ from tests.lightning_models import data, ddp, ours, trainer
 from tests.optim.common import TINY, assert_equal, stepped, values
 from tests.pool import RunRanks, on_ranks
 from tests.reference import drift, everyones, seeded
+from tests.sampling import some_slow
 
 BF16 = torch.bfloat16
 
@@ -214,7 +215,10 @@ def load(folder: str, parts: bool, expected: dict[str, Tensor], state: list[dict
     assert_equal(values(training.ours.module), values(training.plain))
 
 
-@pytest.mark.parametrize(("world_sizes", "parts"), [((3, 2), True), ((2, 3), True), ((1, 2), True), ((3, 2), False)])
+WORLDS = [((3, 2), False), ((2, 3), True), ((1, 2), True), ((3, 2), True)]
+
+
+@pytest.mark.parametrize(("world_sizes", "parts"), some_slow(WORLDS, WORLDS[:2]))
 def test_checkpoints_load_at_another_world_size(
     run_ranks: RunRanks, tmp_path: Path, world_sizes: tuple[int, int], parts: bool
 ) -> None:

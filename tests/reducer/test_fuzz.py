@@ -312,8 +312,8 @@ def run_case(seed: int, sharded: bool) -> list[str]:
     return run.digests
 
 
-CASES = [(2, range(8), False), (3, range(4), False), (2, range(4), True)]
-SLOW = [(2, range(8, 16), False), (3, range(4, 24), False), (2, range(4, 8), True), (3, range(8, 24), True)]
+CASES = [(2, range(6), False), (3, range(2), False), (2, range(2), True)]
+SLOW = [(2, range(6, 16), False), (3, range(2, 24), False), (2, range(2, 8), True), (3, range(8, 24), True)]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -292,7 +292,7 @@ def test_parts_have_the_backend_of_their_group_and_writers_its_device() -> None:
     whole.end_parts()
 
 
-@on_ranks(4, cases=[(None, 2), (2, 4)])
+@on_ranks(4, cases={"one group": (None, 2), "groups of two": (2, 4)}, quick=["groups of two"])
 def test_close_ends_no_communicator_and_the_next_wrapper_has_the_same(group_size: int | None, number: int) -> None:
     def train() -> tuple[list[str], list[Tensor]]:
         torch.manual_seed(3)

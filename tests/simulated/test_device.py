@@ -303,6 +303,7 @@ def test_processes_that_come_at_once_build_the_library_once(monkeypatch: pytest.
     assert found[0].exists()
 
 
+@pytest.mark.slow
 def test_any_script_runs_on_it(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(1, nothing)  # the library is built
     script = tmp_path / "script.py"

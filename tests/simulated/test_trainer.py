@@ -19,6 +19,7 @@ from tests import dp
 from tests.lightning_models import Citizen, PoolEnvironment, Regression, data, ours, trainer
 from tests.models import Mlp, batch
 from tests.pool import ROOT, RunRanks, on_ranks
+from tests.sampling import some_slow
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -56,7 +57,7 @@ def same(ranks_on_cpu: RunRanks, ranks_on_simulated: RunRanks, job: Any, *args: 
     return found
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", some_slow(OPTIONS, {"sharded", "wire"}))
 def test_a_trainer_trains_as_on_the_cpu(ranks_on_cpu: RunRanks, ranks_on_simulated: RunRanks, name: str) -> None:
     same(ranks_on_cpu, ranks_on_simulated, fitted, OPTIONS[name], {})
 
@@ -84,7 +85,7 @@ def saved_meanwhile(accelerator: str, options: dict[str, Any], folder: Path) -> 
     return found
 
 
-@pytest.mark.parametrize("name", ["plain", "sharded"])
+@pytest.mark.parametrize("name", some_slow(["plain", "sharded"], {"sharded"}))
 def test_a_thread_writes_what_was_saved(
     ranks_on_cpu: RunRanks, ranks_on_simulated: RunRanks, name: str, tmp_path: Path
 ) -> None:
@@ -128,7 +129,7 @@ def with_fabric(accelerator: str, options: dict[str, Any]) -> dict[str, Tensor]:
     return {name: value.detach().cpu() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("name", ["plain", "sharded"])
+@pytest.mark.parametrize("name", some_slow(["plain", "sharded"], {"sharded"}))
 def test_a_fabric_trains_as_on_the_cpu(ranks_on_cpu: RunRanks, ranks_on_simulated: RunRanks, name: str) -> None:
     same(ranks_on_cpu, ranks_on_simulated, with_fabric, OPTIONS[name])
 

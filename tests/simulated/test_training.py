@@ -19,6 +19,7 @@ from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm
 from tests.accelerator import DEVICE, simulated
 from tests.models import Mlp, batch, loss_of
 from tests.pool import on_ranks
+from tests.sampling import some_slow
 from tests.simulated.training import SMALL, Case, Checkpointed, Pictures, TwoStreams, Unused, compare, waits_in
 
 BF16 = torch.bfloat16
@@ -62,7 +63,14 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = {
+    *("plain", "wire", "no overlap", "sharded, clipping", "scatter every pass", "bf16 with fp32 gradients, sharded"),
+    *("coalesced", "mean of module buffers", "checkpointing", "two streams, bf16 hook", "sharded, unfreezing"),
+}
+"""Each option, model and moment occurs."""
+
+
+@pytest.mark.parametrize("name", some_slow(CASES, QUICK))
 @on_ranks(2)
 def test_options_train_to_the_bits_of_the_cpu(name: str) -> None:
     compare(CASES[name], from_pass=6 if "unfreezing" in name else 4)
@@ -80,7 +88,7 @@ def clip_without_waits(wrapper: Any, module: nn.Module, device: torch.device) ->
     assert not waits_in(partial(clip, wrapper, module, device), device)
 
 
-@on_ranks(2, cases=({}, {"shard_optimizer": True}))
+@on_ranks(2, cases={"plain": {}, "sharded": {"shard_optimizer": True}}, quick=["sharded"])
 def test_clipping_makes_nobody_wait(options: dict[str, Any]) -> None:
     compare(Case(options, after_backward=clip_without_waits))
 
@@ -119,7 +127,10 @@ def break_one(module: nn.Module, step: int) -> None:
         hook = module.head.bias.register_hook(lambda grad: (hook.remove(), grad * math.nan)[1])
 
 
-@on_ranks(2, cases=[{}, {"shard_optimizer": True}, {"wire_dtype": BF16}])
+SKIPPING: dict[str, Any] = {"plain": {}, "sharded": {"shard_optimizer": True}, "wire": {"wire_dtype": BF16}}
+
+
+@on_ranks(2, cases=SKIPPING, quick=["sharded"])
 def test_skipping_steps_waits_twice_a_pass(options: dict[str, Any]) -> None:
     """For the control vector, and for what the ranks found in the gradients."""
     options = {"skip_step_on": ["nonfinite", "oom"], "skip_norm_above": 50.0, **options}
@@ -129,15 +140,14 @@ def test_skipping_steps_waits_twice_a_pass(options: dict[str, Any]) -> None:
         compare(Case(options, before_step=break_one), from_pass=10)
 
 
-@on_ranks(2, cases=("tokens", "samples"))
+@on_ranks(2, cases=("tokens", "samples"), quick=["samples"])
 def test_counting_makes_nobody_wait(what: str) -> None:
     compare(Case({"gradient_divide_by": what}))
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@on_ranks(4)
-def test_shard_groups_train_to_the_bits_of_the_cpu(sharded: bool) -> None:
-    compare(Case({"shard_optimizer": True, "shard_group_size": 2, "wire_dtype": BF16 if sharded else None}))
+@on_ranks(4, cases={"full precision": None, "bf16 wire": BF16}, quick=["bf16 wire"])
+def test_shard_groups_train_to_the_bits_of_the_cpu(wire_dtype: torch.dtype | None) -> None:
+    compare(Case({"shard_optimizer": True, "shard_group_size": 2, "wire_dtype": wire_dtype}))
 
 
 @on_ranks(2)

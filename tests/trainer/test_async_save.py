@@ -36,6 +36,7 @@ from tests.fixtures.checkpoints import held as values_of
 from tests.lightning_models import Regression, close_to, data, ddp, trainer
 from tests.pool import RunRanks, on_ranks
 from tests.reference import all_ranks, logged, raises_soon
+from tests.sampling import some_slow
 
 Options = dict[str, Any]
 ours = partial(lightning_models.ours, state_dict_type="sharded", async_save=True)
@@ -110,7 +111,7 @@ def held_back() -> Iterator[list[str]]:
         yield happened
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some_slow(KINDS, {"plain", "sharded masters"}))
 @on_ranks(2)
 def test_what_is_saved_are_the_values_of_the_moment_though_training_goes_on(kind: str, tmp_path: Path) -> None:
     options, precision = KINDS[kind]
@@ -315,7 +316,7 @@ def break_off(kind: str, fault: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["the job is killed", "the disk is full"])
-@pytest.mark.parametrize("kind", LEFT)
+@pytest.mark.parametrize("kind", some_slow(LEFT, {"bucketddp"}))
 def test_the_checkpoint_before_stays_until_the_next_is_there(
     run_ranks: RunRanks, kind: str, fault: str, tmp_path: Path
 ) -> None:

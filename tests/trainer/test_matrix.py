@@ -20,6 +20,7 @@ from tests.lightning_models import Citizen, Gan, Memory, data, ddp, ours, scaler
 from tests.models import Mlp
 from tests.pool import on_ranks
 from tests.reference import drift
+from tests.sampling import some_slow
 
 
 class LateNet(Citizen):
@@ -181,6 +182,13 @@ CALLBACKS = [
     Row("progress bar and summary", options={"enable_progress_bar": True, "enable_model_summary": True}),
 ]
 ROWS = {row.name: row for row in LOOPS + OPTIMISATION + PRECISION + CALLBACKS}
+QUICK = {
+    *("limits, accumulation", "max_steps within an epoch", "several loaders"),
+    *("all_gather, clipped by norm", "configure_model, own clipping", "manual, plain backward, no_sync"),
+    *("manual, with closures", "toggled networks", "bf16-true", "16-mixed, clipped", "16-mixed, infinite on one"),
+    *("moving average", "early stopping"),
+}
+"""Of each kind of loop, optimisation, precision and callback one. The others are slow tests."""
 
 
 def outcome(row: Row, strategy: Any, module: Callable[[], Any], *callbacks: pl.Callback) -> tuple[Any, dict[str, Any]]:
@@ -213,7 +221,7 @@ def outcome(row: Row, strategy: Any, module: Callable[[], Any], *callbacks: pl.C
     return model, values
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", some_slow(ROWS, QUICK))
 @on_ranks(2)
 def test_training_is_that_of_ddp(name: str) -> None:
     row = ROWS[name]

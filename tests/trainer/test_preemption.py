@@ -34,6 +34,7 @@ from lightning_bucketddp.trainer import preemption
 from tests.lightning_models import PoolEnvironment, ddp, ours, trainer
 from tests.pool import ROOT, RunRanks, on_ranks
 from tests.reference import WHERE, eventually, logged
+from tests.sampling import some_slow
 
 Options = dict[str, Any]
 BATCHES, MANY = 6, 9
@@ -180,7 +181,13 @@ def preempted_and_resumed(folder: Path, name: str) -> None:
     assert not list(folder.iterdir()), "a run that has ended leaves nothing to resume from"
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = {
+    *("two of three", "the end of an epoch in an accumulation", "a validation under way", "the epoch's end"),
+    *("the last validation", "after all", "accumulated in shards", "sharded, in parts"),
+}
+
+
+@pytest.mark.parametrize("name", some_slow(CASES, QUICK))
 def test_a_preempted_run_goes_on_as_if_undisturbed(run_ranks: RunRanks, tmp_path: Path, name: str) -> None:
     run_ranks(3 if "three" in name else 2, preempted_and_resumed, tmp_path, name)
 
@@ -315,7 +322,7 @@ class Slurm(PoolEnvironment, SLURMEnvironment):
         SLURMEnvironment.__init__(self)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("number", some_slow([signal.SIGUSR1, signal.SIGTERM], {signal.SIGUSR1}))
 @on_ranks(2, fresh=True)
 def test_a_slurm_job_resumes_and_is_requeued_at_its_signal(tmp_path: Path, number: int) -> None:
     """``scontrol`` is a stand-in, which takes its time. The other rank waits."""

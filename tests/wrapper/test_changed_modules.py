@@ -5,6 +5,7 @@ import gc
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -33,6 +34,7 @@ from tests.reference import (
     mse,
     train,
 )
+from tests.sampling import in_turn, some_slow
 
 
 class Looked(nn.Module):
@@ -81,9 +83,15 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "nothing": lambda module: None,
 }
 COALESCED: dict[str, Any] = {"use_contiguous_buffers": False}
-# Options, and which passes are local.
-WAYS = [({}, set()), (COALESCED, {1}), ({"comm_hook": "fp16"}, set()), ({}, {1, 2}), (COALESCED, set()), ({}, {1})]
-CASES = {f"{name}, {n % 6}": [name, *WAYS[n % 6]] for m, name in enumerate(CHANGES) for n in (m, m + 3)}
+WAYS: dict[str, tuple[dict[str, Any], set[int]]] = {
+    "plain": ({}, set()),
+    "local before": ({}, {1}),
+    "local before and after": ({}, {1, 2}),
+    "coalesced": (COALESCED, set()),
+    "coalesced, local before": (COALESCED, {1}),
+    "fp16 hook": ({"comm_hook": "fp16"}, set()),
+}
+"""Options, and which passes are local: the change is made before pass 2."""
 
 
 @on_ranks(1)
@@ -93,9 +101,11 @@ def test_parameters_keep_their_hooks() -> None:
         BucketDDP(Mlp()).double()
 
 
-@on_ranks(2, cases=CASES)
-def test_changed_parameters_are_taken_in(change: str, options: dict[str, Any], local: set[int]) -> None:
-    """Five passes, those in ``local`` inside ``no_sync``, and a change before the third."""
+@pytest.mark.parametrize(("change", "way"), some_slow(product(CHANGES, WAYS), in_turn([*CHANGES], [*WAYS])))
+@on_ranks(2)
+def test_changed_parameters_are_taken_in(change: str, way: str) -> None:
+    """Five passes, some of them inside ``no_sync``, and a change before the third."""
+    options, local = WAYS[way]
     torch.manual_seed(1)
     twins = Twins(Mlp(depth=3), **options)
     plain, ours = twins.plain, twins.ours
@@ -302,7 +312,10 @@ LIVE: dict[str, tuple[dict[str, Any], torch.dtype]] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@on_ranks(2, cases={f"{change}, {kind}": [change, kind] for change in NOTHING_TRAINED for kind in LIVE})
+@pytest.mark.parametrize(
+    ("change", "kind"), some_slow(product(NOTHING_TRAINED, LIVE), in_turn([*NOTHING_TRAINED], [*LIVE]))
+)
+@on_ranks(2)
 def test_shards_and_masters_stay_where_nothing_that_is_trained_changes(change: str, kind: str) -> None:
     """Compared with a run that leaves such things alone until training has ended, but for what pruning does."""
     options, dtype = LIVE[kind]

@@ -49,7 +49,10 @@ def train(model: nn.Module, inputs: Tensor, target: Tensor) -> None:
     loss_of(model(inputs), target).backward()
 
 
-@on_ranks(2, cases=("module", "module.compile()", "layers", "wrapper", "step"))
+PLACES = {where: where for where in ("module", "module.compile()", "layers", "wrapper", "step")}
+
+
+@on_ranks(2, cases=PLACES, quick=["layers", "wrapper"])
 def test_gradients_are_the_same_wherever_it_is_compiled(where: str) -> None:
     plain = Blocks()
     original = copy.deepcopy(plain)
@@ -107,7 +110,14 @@ def events_of_a_pass(**options: Any) -> list[str]:
     return events
 
 
-@on_ranks(2, cases=[({}, {}, 3), ({}, {"overlap": False}, 1), ({"optimize_ddp": False}, {}, 1)])
+CUTS: dict[str, Any] = {
+    "at each bucket": ({}, {}, 3),
+    "not without overlap": ({}, {"overlap": False}, 1),
+    "not where torch's option is off": ({"optimize_ddp": False}, {}, 1),
+}
+
+
+@on_ranks(2, cases=CUTS, quick=["at each bucket", "not without overlap"])
 def test_graphs_are_cut_where_buckets_are_full(config: dict[str, Any], options: dict[str, Any], pieces: int) -> None:
     with fresh_compiler(**config):
         events = events_of_a_pass(**options)
