@@ -77,7 +77,7 @@ def test_training_is_that_of_one_process(model: str, optimizer: str, options: di
     parity(model, optimizer, options)
 
 
-@on_ranks(4, cases=GROUPS)
+@on_ranks(4, cases=GROUPS, quick=["shard_group_size=2", "shard_group_size=1, wire_dtype=bfloat16"])
 def test_training_in_shard_groups_is_that_of_one_process(options: dict[str, Any]) -> None:
     parity("mlp", "adamw", options)
 

@@ -13,6 +13,7 @@ from lightning_bucketddp import BucketDDP
 from tests.accelerator import DEVICE, on_stream, simulated
 from tests.models import Mlp, batch, loss_of
 from tests.pool import on_ranks
+from tests.sampling import some_slow
 from tests.simulated.training import CPU, SMALL, Case, TwoStreams, compare
 
 BF16 = torch.bfloat16
@@ -69,7 +70,7 @@ TWO: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", some_slow(TWO, TWO.keys() - {"one bucket"}))
 @on_ranks(2)
 def test_gradients_of_two_streams_are_reduced(name: str) -> None:
     case = replace(TWO[name], model=lambda: TwoStreams(begins=4 if "later" in name else 0))
@@ -84,7 +85,7 @@ IN_STAGES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", IN_STAGES)
+@pytest.mark.parametrize("name", some_slow(IN_STAGES, {"sharded wire", "sharded, one bucket"}))
 @on_ranks(2)
 def test_gradients_of_two_streams_are_reduced_in_stages(name: str) -> None:
     compare(replace(IN_STAGES[name], model=TwoStreams))

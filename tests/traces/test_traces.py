@@ -11,12 +11,20 @@ import pytest
 import torch
 
 from tests.pool import RunRanks
+from tests.sampling import some_slow
 from tests.traces import lightning_scenarios  # noqa: F401  # adds its own to the table
 from tests.traces.recorder import Trace, recording
 from tests.traces.scenarios import SCENARIOS
 
 GOLDEN = Path(__file__).parent / "golden"
 TIMES_WHEN_UPDATING = 3
+LIKE_OTHERS = {
+    *("plain_three_ranks", "sharded_three_ranks", "wire_fp16_three_ranks", "accumulation_from_the_second_step"),
+    *("hook_fp16", "divided_by_an_integer", "sparse_mean_with_accumulation", "sharded_in_groups_of_one"),
+    *("sharded_accumulation", "sharded_many_buckets", "unfreezing", "gan_with_two_wrappers", "zero_grad_to_zeros"),
+    *("join_by_initial_world_size", "trainer_uneven_inputs_by_world_size", "trainer_branch_by_rank", "fabric_plain"),
+}
+"""Scenarios whose collectives are those of another one, with another number, dtype or order: slow tests."""
 
 
 def record(name: str) -> Trace:
@@ -42,7 +50,7 @@ def compare(name: str, expected: str, found: str) -> None:
         pytest.fail("\n".join([f"scenario {name}", *lines]), pytrace=False)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", some_slow(SCENARIOS, SCENARIOS.keys() - LIKE_OTHERS))
 def test_collectives_are_the_recorded_ones(run_ranks: RunRanks, name: str, request: pytest.FixtureRequest) -> None:
     ranks, fresh = SCENARIOS[name].ranks, SCENARIOS[name].fresh
     path = GOLDEN / f"{name}.txt"

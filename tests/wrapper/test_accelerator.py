@@ -35,6 +35,7 @@ from tests.lightning_models import Regression, close_to, data, ours, trainer
 from tests.models import Branches, ConvBatchNorm, Mlp, batch, build, loss_of
 from tests.pool import RunRanks, on_ranks
 from tests.reference import assert_grads, copying, everyones, grads, local_if
+from tests.sampling import in_turn, some_slow
 
 pytestmark = pytest.mark.gpu
 
@@ -152,7 +153,10 @@ def test_gradients_are_those_of_one_process(run_ranks: RunRanks, setting: str) -
     run_ranks(RANKS[setting], parity, setting)
 
 
-@pytest.mark.parametrize(("setting", "several"), [(ALONE, False), (SENDING, False), (ALONE, True)])
+REPLICAS = [(ALONE, False), (SENDING, False), (ALONE, True)]
+
+
+@pytest.mark.parametrize(("setting", "several"), some_slow(REPLICAS, REPLICAS[1:]))
 @on_ranks(1)
 def test_several_replicas_in_one_process(setting: str, several: bool) -> None:
     """On one device twice; or on all, the CPU beside it where there is one alone."""
@@ -182,7 +186,7 @@ def test_a_module_on_two_devices_has_a_lane_on_each() -> None:
     assert {call.args[0]._device.index for call in ran.mock_calls} == {0, 1}
 
 
-@on_ranks(1, cases=("32-true", "16-mixed", "bf16-mixed"))
+@on_ranks(1, cases=("32-true", "16-mixed", "bf16-mixed"), quick=["16-mixed"])
 def test_a_trainer_trains_as_on_a_single_device(precision: Any) -> None:
     trained = [Regression(), Regression()]
     for module, strategy in zip(trained, (ours(), "auto"), strict=True):
@@ -202,8 +206,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("setting", [ALONE, SENDING])
+HALF = in_turn([*OPTIONS], [SENDING, ALONE])
+
+
+@pytest.mark.parametrize(("options", "setting"), some_slow(product(OPTIONS, [ALONE, SENDING]), HALF))
 @on_ranks(1)
 def test_no_pass_makes_the_host_wait(setting: str, options: str) -> None:
     """torch's debug mode knows some waits; that the device is still busy behind backward shows the others."""
@@ -316,7 +322,7 @@ def streams_by_setting(setting: str) -> None:
         alike(setting, lambda: nn.Sequential(Mlp(), Late()).to(DEVICE), streams=(forward, side))
 
 
-@settings
+@pytest.mark.parametrize("setting", [ALONE, SENDING, pytest.param(TWO, marks=[gloo, pytest.mark.slow])])
 def test_launches_and_the_caller_wait_for_the_streams_of_gradients(run_ranks: RunRanks, setting: str) -> None:
     run_ranks(RANKS[setting], streams_by_setting, setting)
 
