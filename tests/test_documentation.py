@@ -119,6 +119,12 @@ def test_every_page_is_in_the_site() -> None:
     assert {page.name for page in PAGES} - {"README.md"} <= set(listed)
 
 
+def test_each_test_file_is_in_the_table_of_features_once() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| feature |")[2].partition("\n\n")[0]
+    files = [path.relative_to(ROOT / "tests").as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(re.findall(r"`([\w/]*test_\w+\.py)`", table)) == sorted(files)
+
+
 def test_readme_is_short() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 160, "the list of pages has a line for each"
