@@ -39,12 +39,11 @@ class Nursery:
         self._address = str(address)
 
     def ask(self, *words: object) -> int:
-        """For ``fork`` the number of a new process; else, with such a number, its exit code."""
+        """For ``fork`` the number of a new process, which prints where this one does; else its exit code."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(self._address)
-            with connection.makefile("rw") as lines:
-                print(*words, file=lines, flush=True)
-                answer = lines.readline()
+            socket.send_fds(connection, [" ".join(map(str, words)).encode()], [2])
+            answer = connection.recv(1024)
         assert answer, "the process that forks ranks has ended; its errors are above"
         return int(answer)
 
@@ -78,13 +77,14 @@ def _serve(server: socket.socket) -> None:
     exit_codes: dict[int, int] = {}
     while server in select.select([server, sys.stdin], [], [])[0]:
         connection = server.accept()[0]
-        with connection, connection.makefile("rw") as lines:
-            what, *words = lines.readline().split()
+        with connection:
+            line, (output,), *_ = socket.recv_fds(connection, 1024, 1)
+            what, *words = line.decode().split()
             if what == "fork":
                 _import_once()
                 answer = os.fork()
                 if answer == 0:
-                    _become_rank(server, connection, *words)
+                    _become_rank(server, connection, output, *words)
                 exit_codes.pop(answer, None)  # of one that had the same number
             else:
                 pid = int(words[0])
@@ -94,7 +94,8 @@ def _serve(server: socket.socket) -> None:
                         os.kill(pid, signal.SIGCONT)  # a test may have stopped it
                     exit_codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 answer = exit_codes[pid]
-            print(answer, file=lines, flush=True)
+            os.close(output)
+            connection.send(str(answer).encode())
 
 
 def _import_once() -> None:
@@ -105,14 +106,18 @@ def _import_once() -> None:
         gc.freeze()  # garbage collections in ranks pass these modules over, and copy none of their memory
 
 
-def _become_rank(server: socket.socket, connection: socket.socket, rank: str, world_size: str, address: str) -> None:
+def _become_rank(
+    server: socket.socket, connection: socket.socket, output: int, rank: str, world_size: str, address: str
+) -> None:
     from tests import pool
 
     server.close()
     connection.close()
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
     pool.serve(int(rank), int(world_size), address)
 
 

@@ -25,7 +25,7 @@ from tests.fixtures import checkpoints
 from tests.fixtures.checkpoints import EPOCHS, FOLDER, KINDS, At, held, precision_of
 from tests.models import AllKinds
 from tests.optim.common import OPTIMIZERS, TINY, assert_close, assert_equal, stepped, two_groups
-from tests.pool import RunRanks, on_ranks
+from tests.pool import RunRanks, case, on_ranks
 from tests.reference import drift, everyones
 from tests.sampling import some_slow
 
@@ -236,43 +236,7 @@ class RaisingOnce(torch.optim.SGD):
         return {}["no state"] if dist.get_rank() == 1 else super().state_dict()
 
 
-def refused(folder: str) -> None:
-    for buffers, count, path, words in [
-        ({"mean": 2, "other": 1}, 2, "parts", "the module in the checkpoint, found one without 'tail.other'"),
-        ({}, 2, "parts", "the names of the module in the checkpoint, found one with unknown 'tail.mean'"),
-        ({"mean": 4}, 2, "parts", r"saved torch.Size\(\[2\]\) and current: torch.Size\(\[4\]\) for model.tail.mean"),
-        ({"mean": 2}, 1, "parts", "expected as many optimizers as the checkpoint has, 2, found 1"),
-        ({"mean": 2}, -2, "parts", r"group 0 of optimizer 0 to hold the parameters .*, found 'layer.bias' in"),
-        ({"mean": 2}, 2, "nothing", r"expected a directory that save_sharded\(\) has written, found none"),
-    ]:
-        module = Wide(**buffers)
-        before = copy.deepcopy(module.state_dict())
-        ours, optimizers = BucketDDP(module, shard_optimizer=True), optimizers_of(module)
-        with pytest.raises((ValueError, RuntimeError), match=words):
-            ours.load_sharded(f"{folder}/{path}", optimizers[:count] if count > 0 else optimizers[::-1])
-        assert_equal(module.state_dict(), before)
-        one_step(ours, optimizers[0])
-        ours.close()
-    module = Wide(mean=2)
-    ours = BucketDDP(module, shard_optimizer=True)
-    stranger = torch.optim.SGD([nn.Parameter(torch.ones(5))], lr=0.1)
-    raising = declare_element_wise(RaisingOnce)([module.layer.weight], lr=0.1)
-    for optimizers, extra, words in [
-        ([stranger], {}, "expected optimizer 0 to hold parameters of the module, .*; found another one"),
-        ([raising], {}, "failed on rank 1: KeyError: 'no state'"),
-        ([], {"cannot be pickled": lambda: None}, "failed on rank 0: "),
-    ]:
-        with pytest.raises((ValueError, RuntimeError), match=words):
-            ours.save_sharded(f"{folder}/new", optimizers, extra=extra)
-    dist.barrier()
-    if dist.get_rank() == 1:
-        Path(f"{folder}/parts/__2_0.distcp").unlink()
-    dist.barrier()
-    with pytest.raises(RuntimeError, match=r"__2_0\.distcp"):
-        ours.load_sharded(f"{folder}/parts")
-
-
-def test_shared_writing_is_read_by_torch_and_misfits_are_refused(run_ranks: RunRanks, tmp_path: Path) -> None:
+def test_shared_writing_is_read_by_torch(run_ranks: RunRanks, tmp_path: Path) -> None:
     states = run_ranks(3, save_wide, str(tmp_path))[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["late", "parts"]
     most = 1.05 * sum(param.nbytes for param in Wide().parameters())  # a third of parameters and two moments
@@ -288,7 +252,73 @@ def test_shared_writing_is_read_by_torch_and_misfits_are_refused(run_ranks: RunR
         for saved, state, name in zip(whole["optimizers"], states, ["layer.weight", "layer.bias"], strict=True):
             assert saved["param_groups"][0]["params"] == [name]
             assert_equal(saved.get("state", {}).get(name, {}), state["state"].get(0, {}))
-    run_ranks(2, refused, str(tmp_path))
+
+
+MISFITS: dict[str, tuple[dict[str, int], slice, str]] = {
+    "a buffer more": ({"mean": 2, "other": 1}, slice(2), "module in the checkpoint, found one without 'tail.other'"),
+    "a buffer less": ({}, slice(2), "the names of the module in the checkpoint, found one with unknown 'tail.mean'"),
+    "another size": (
+        {"mean": 4},
+        slice(2),
+        r"saved torch.Size\(\[2\]\) and current: torch.Size\(\[4\]\) for model.tail.m",
+    ),
+    "one optimizer": ({"mean": 2}, slice(1), "expected as many optimizers as the checkpoint has, 2, found 1"),
+    "another order": (
+        {"mean": 2},
+        slice(None, None, -1),
+        "of optimizer 0 to hold the parameters .*, found 'layer.bias' in",
+    ),
+}
+"""Module buffers, which optimizers, and the error."""
+
+
+def wide(**buffers: int) -> tuple[Wide, BucketDDP]:
+    module = Wide(**buffers)
+    return module, BucketDDP(module, shard_optimizer=True)
+
+
+@on_ranks(2)
+def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    module, ours = wide(mean=2)
+    ours.save_sharded(tmp_path / "parts", optimizers_of(module))
+    for name, (buffers, which, words) in MISFITS.items():
+        with case(name):
+            module, ours = wide(**buffers)
+            before, optimizers = copy.deepcopy(module.state_dict()), optimizers_of(module)
+            with pytest.raises((ValueError, RuntimeError), match=words):
+                ours.load_sharded(tmp_path / "parts", optimizers[which])
+            assert_equal(module.state_dict(), before)
+            one_step(ours, optimizers[0])
+            ours.close()
+
+
+@on_ranks(2)
+def test_a_checkpoint_that_is_not_there_or_lacks_a_rank_s_part_is_refused(tmp_path: Path) -> None:
+    module, ours = wide(mean=2)
+    with pytest.raises(RuntimeError, match=r"expected a directory that save_sharded\(\) has written, found none"):
+        ours.load_sharded(tmp_path / "parts", optimizers_of(module))
+    ours.save_sharded(tmp_path / "parts", optimizers_of(module))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (tmp_path / "parts" / "__1_0.distcp").unlink()
+    dist.barrier()
+    with pytest.raises(RuntimeError, match=r"__1_0\.distcp"):
+        ours.load_sharded(tmp_path / "parts")
+
+
+@on_ranks(2)
+def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    module, ours = wide(mean=2)
+    stranger = torch.optim.SGD([nn.Parameter(torch.ones(5))], lr=0.1)
+    with pytest.raises(
+        ValueError, match=r"expected optimizer 0 to hold parameters of the module, .*; found another one"
+    ):
+        ours.save_sharded(tmp_path / "new", [stranger])
+    raising = declare_element_wise(RaisingOnce)([module.layer.weight], lr=0.1)
+    with pytest.raises(RuntimeError, match="failed on rank 1: KeyError: 'no state'"):
+        ours.save_sharded(tmp_path / "new", [raising])
+    with pytest.raises(RuntimeError, match="failed on rank 0: "):
+        ours.save_sharded(tmp_path / "new", [], extra={"cannot be pickled": lambda: None})
     assert not (tmp_path / "new").exists()
 
 
