@@ -12,6 +12,7 @@ They run on the simulated accelerator where there is no other (``tests/simulated
 
 import gc
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -73,6 +74,47 @@ def on_device(step: int, rank: int) -> list[Tensor]:
     return [tensor.to(DEVICE) for tensor in batch(step, rank)]
 
 
+@dataclass
+class Batches:
+    """A step's batches of all ranks, on the device, and what else forward takes."""
+
+    inputs: list[Tensor]
+    targets: list[Tensor]
+    takes: tuple[str, ...] | None
+
+    def arguments(self, rank: int) -> list[Any]:
+        return [self.inputs[rank], *([] if self.takes is None else [self.takes[rank]])]
+
+    def loss_of_one_process(self, module: nn.Module) -> Tensor:
+        """On all batches at once; where ranks call the module differently, the mean over their calls."""
+        if self.takes is None:
+            return loss_of(module(torch.cat(self.inputs)), torch.cat(self.targets))
+        losses = [loss_of(module(*self.arguments(rank)), target) for rank, target in enumerate(self.targets)]
+        return torch.stack(losses).mean()
+
+
+def batches_of(step: int, takes: list[tuple[str, str]] | None) -> Batches:
+    inputs, targets = zip(*(on_device(step, rank) for rank in range(dist.get_world_size())), strict=True)
+    return Batches([*inputs], [*targets], None if takes is None else takes[step])
+
+
+def grads_of_a_pass(net: BucketDDP, batches: Batches, streams: tuple[Any, Any], from_host: bool) -> dict[str, Any]:
+    """Gradients, read at once on backward's stream. ``streams`` are those of forward and backward."""
+    arguments, target = batches.arguments(dist.get_rank()), batches.targets[dist.get_rank()]
+    if from_host:  # forward moves its inputs
+        arguments[0] = arguments[0].cpu()
+    with on_stream(streams[0]):
+        loss = loss_of(net(*arguments), target)
+    with on_stream(streams[1]):
+        loss.backward()
+        return grads(net.module)
+
+
+def tolerance_of(module: nn.Module, options: dict[str, Any]) -> dict[str, float]:
+    low = any(param.dtype is torch.bfloat16 for param in module.parameters()) or "wire_dtype" in options
+    return {"rtol": 2e-2, "atol": 2e-3} if low else {"rtol": 1e-4, "atol": 1e-5}
+
+
 def alike(
     setting: str,
     make: Callable[[], nn.Module],
@@ -81,7 +123,7 @@ def alike(
     copied: bool = False,
     **options: Any,
 ) -> int:
-    """Compare gradients, read at once, with those of one process that has all ranks' batches.
+    """Compare gradients with those of one process that has all ranks' batches.
 
     ``takes`` are the module's second argument, by step and rank; ``streams`` those of forward and backward. With
     ``copied`` replicas have copies of the parameters. Returns how many buckets a pass launched before its end.
@@ -92,34 +134,20 @@ def alike(
     plain.load_state_dict(net.state_dict())
     if copied:
         net._replicated = copying(net._replicated)
-    low = any(param.dtype is torch.bfloat16 for param in plain.parameters()) or "wire_dtype" in options
-    tolerance = {"rtol": 2e-2, "atol": 2e-3} if low else {"rtol": 1e-4, "atol": 1e-5}
-    rank, early = dist.get_rank(), 0
+    early = 0
     for step, (local, cleared) in enumerate(STEPS):
         for model in (net, plain) if cleared else ():
             model.zero_grad()
-        everyone = [on_device(step, other) for other in range(dist.get_world_size())]
-        given = [[inputs] if takes is None else [inputs, takes[step][r]] for r, (inputs, _) in enumerate(everyone)]
+        batches = batches_of(step, takes)
         torch.accelerator.synchronize()
         with local_if(net, local):
-            if "device_ids" in options:  # forward moves its inputs
-                given[rank][0] = given[rank][0].cpu()
-            with on_stream(streams[0]):
-                loss = loss_of(net(*given[rank]), everyone[rank][1])
-            with on_stream(streams[1]):
-                loss.backward()
-                found = grads(net.module)
+            found = grads_of_a_pass(net, batches, streams, from_host="device_ids" in options)
         torch.accelerator.synchronize()
-        if takes is None:
-            inputs, targets = (torch.cat(parts) for parts in zip(*everyone, strict=True))
-            loss_of(plain(inputs), targets).backward()
-        else:
-            losses = [loss_of(plain(*args), target) for args, (_, target) in zip(given, everyone, strict=True)]
-            torch.stack(losses).mean().backward()
+        batches.loss_of_one_process(plain).backward()
         if not local:
             for name, param in net.module.named_parameters():
                 assert param.grad is None or param.grad is views_of(net)[name]
-            assert_grads(plain, found, **tolerance)
+            assert_grads(plain, found, **tolerance_of(plain, options))
             early = max(early, net.last_pass().early_launches)
     assert bool(sent) == (setting == SENDING)
     torch.testing.assert_close(dict(net.module.named_buffers()), dict(plain.named_buffers()))
