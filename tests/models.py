@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 Build = Callable[[], nn.Module]
@@ -103,6 +105,45 @@ MODELS: dict[str, Build] = {
 def build(name: str) -> nn.Module:
     torch.manual_seed(7)
     return MODELS[name]()
+
+
+class Int8(Tensor):
+    """A matrix in 8 bits, as libraries that quantise frozen weights have it: torch swaps it in ``module.to()``."""
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> "Int8":
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+
+    def __init__(self, values: Tensor) -> None:
+        self.values8 = values
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values8"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], *_: Any) -> "Int8":
+        return cls(inner["values8"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("detach", "alias", "clone", "_to_copy"):
+            return cls(args[0].values8)
+        plain = tree_map(
+            lambda each: each.values8.float() * 0.1 if isinstance(each, Int8) else each, (args, kwargs or {})
+        )
+        return func(*plain[0], **plain[1])
+
+
+class Quantised(nn.Module):
+    """A frozen base, a quantised and a plain part, and a part that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter, self.plain_base = nn.Linear(8, 4), nn.Linear(8, 4).requires_grad_(False)
+        self.base = nn.Parameter(Int8(torch.randint(-9, 9, (8, 4), dtype=torch.int8)), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.base + self.plain_base(x) + self.adapter(x)
 
 
 def batch(step: int, rank: int, size: int = 4) -> tuple[Tensor, Tensor]:

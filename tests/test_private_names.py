@@ -46,6 +46,7 @@ OWNERS = {
     "_computed": "torchmetrics.Metric",
     "_current_autograd_node": "torch._C",
     "_ddp_params_and_buffers_to_ignore": DDP,
+    "_data_fetcher": FIT,
     "_dynamo": "torch",
     "_execution_engine": "torch.autograd.Variable",
     "_first_loop_iter": f"{CONNECTOR}._LoggerConnector",

@@ -6,7 +6,9 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.comm.lane import Streams
 from lightning_bucketddp.grads.slots import SlotTable
@@ -59,6 +61,9 @@ class GradientHooks:
     Parameters share one function: autograd calls it for every parameter in every pass, and a function for each would
     not stay in the processor's caches. The hooks keep what they call alive until :meth:`remove`.
 
+    ``module.to()`` swaps the content of quantised weights, and of others that are no plain tensors: with a hook on them
+    it would raise. While they are frozen they have none.
+
     Args:
         table: The parameters.
         listener: Notified of gradients in an open pass.
@@ -69,8 +74,10 @@ class GradientHooks:
     def __init__(
         self, table: SlotTable, listener: Listener, open_pass: Callable[[Tensor], None], streams: Streams
     ) -> None:
-        self._handles = []
-        self._refs = []  # with them torch refuses to swap a parameter's content, as hooks would go with it
+        self._handles: list[RemovableHandle] = []
+        # With them torch refuses to swap a parameter's content, as hooks would go with it.
+        self._refs: list[weakref.ref[Tensor]] = []
+        self._without_hook: list[Tensor] = []  # frozen, and their content may be swapped
 
         def on_gradient(param: Tensor) -> None:
             this_pass = listener.this_pass
@@ -86,14 +93,31 @@ class GradientHooks:
             on_gradient(param)
 
         on_gradient.__qualname__ = on_gradient_on_a_stream.__qualname__ = HOOK_NAME
+        self._on_gradient, self._on_gradient_on_a_stream = on_gradient, on_gradient_on_a_stream
         for param in table.all_params:
             if not param.is_inference() and (param.is_floating_point() or param.is_complex()):
-                self._refs.append(weakref.ref(param))
-                trainable = param.requires_grad
-                param.requires_grad_(True)  # torch refuses hooks on frozen parameters
-                hook = on_gradient if param.is_cpu else on_gradient_on_a_stream
-                self._handles.append(param.register_post_accumulate_grad_hook(hook))
-                param.requires_grad_(trainable)
+                if param.requires_grad or not _may_be_swapped(param):
+                    self._add(param)
+                else:
+                    self._without_hook.append(param)
+
+    def _add(self, param: Tensor) -> None:
+        self._refs.append(weakref.ref(param))
+        trainable = param.requires_grad
+        param.requires_grad_(True)  # torch refuses hooks on frozen parameters
+        hook = self._on_gradient if param.is_cpu else self._on_gradient_on_a_stream
+        self._handles.append(param.register_post_accumulate_grad_hook(hook))
+        param.requires_grad_(trainable)
+
+    def add_unfrozen(self) -> None:
+        """Add the hooks of parameters that had none while they were frozen. Before their first gradient."""
+        if any(param.requires_grad for param in self._without_hook):
+            before, self._without_hook = self._without_hook, []
+            for param in before:
+                if param.requires_grad:
+                    self._add(param)
+                else:
+                    self._without_hook.append(param)
 
     def remove(self) -> None:
         """Remove all hooks for good."""
@@ -101,3 +125,10 @@ class GradientHooks:
             handle.remove()
         self._handles.clear()
         self._refs.clear()
+        self._without_hook.clear()
+
+
+def _may_be_swapped(param: Tensor) -> bool:
+    """Whether ``module.to()`` may swap a parameter's content, instead of setting ``param.data``."""
+    wraps_tensors = hasattr(param, "__tensor_flatten__")  # torch's protocol for subclasses that do
+    return wraps_tensors or torch.__future__.get_swap_module_params_on_conversion()

@@ -100,6 +100,8 @@ class Options:
             start.
         lazy_bucket_allocation: Accepted because torch DDP accepts it. Gradients are in the buckets' memory, which
             stays.
+        require_manual_backward_finalization: torch 2.15's. True is refused: gradients are averaged before backward
+            returns.
         module_buffers: MODULE BUFFERS. How to synchronise BatchNorm statistics and the like before each forward with
             gradients enabled, unless the last such forward was inside ``no_sync``: ``"broadcast"`` sends rank 0's (the
             default), ``"mean"`` averages floating ones, ``"off"`` does nothing. A Trainer also synchronises them before
@@ -189,6 +191,7 @@ class Options:
     device_mesh: DeviceMesh | None = field(default=None, compare=False)
     forward_sync_buffers: bool | None = field(default=None, compare=False)
     lazy_bucket_allocation: bool = field(default=False, compare=False)
+    require_manual_backward_finalization: bool = field(default=False, compare=False)
     module_buffers: ModuleBufferSync | None = None
     grad_dtype: torch.dtype | DtypeName | Mapping[str, torch.dtype | DtypeName] | None = None
     accumulate_allreduce_grads_in_fp32: bool = field(default=False, compare=False)
@@ -241,6 +244,12 @@ class Options:
         if self.scatter_every_pass and self.skips_steps:
             why = "adds each pass to the step before it is known whether a later pass is to be dropped"
             self._refuse("scatter_every_pass", why, "skip_step_on" if self.skip_step_on else "skip_norm_above")
+        if self.require_manual_backward_finalization:
+            raise ValueError(
+                "expected require_manual_backward_finalization=False, found True: gradients are averaged before "
+                "backward() returns, so finalize_backward() has nothing to do. Leave both out. To average the sum of "
+                "several backwards, run all but the last inside no_sync()"
+            )
         if self.bucket_cap_mb is not None and self.bucket_cap_mb_list is not None:
             self._refuse("bucket_cap_mb", "holds for all buckets", "bucket_cap_mb_list")
         if self.comm_hook is not None:

@@ -115,6 +115,12 @@ class Optimizers(Participant):
             self._sharded[optimizer] = Swap(optimizer, self._params, self._with_masters)
         return self._sharded[optimizer]
 
+    def refresh_masters(self) -> None:
+        """Let the masters of all known optimizers follow parameters that were changed through ``.data``."""
+        for optimizer in self._known:
+            if (swap := swap_of(optimizer)) is not None:
+                swap.refresh()
+
     def _require_takes_gradients(self, optimizer: Optimizer) -> None:
         """Require an optimizer that takes the gradients' dtype.
 

@@ -32,6 +32,7 @@ from lightning_bucketddp.comm.devices import is_accelerator
 from lightning_bucketddp.comm.host_copy import HostCopy
 from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.peers.agreement import RankMismatchError
+from lightning_bucketddp.peers.diagnose import LOCAL_BACKWARD
 from lightning_bucketddp.peers.end_signals import end_signals
 from lightning_bucketddp.peers.ranks import Ranks
 
@@ -286,7 +287,7 @@ class ControlChannel:
             warnings.warn(
                 f"{here} met in pass {number} after different numbers of training forwards, {at.forward} on this "
                 "rank. If some rank skipped a backward, gradients of different batches are being averaged; a forward "
-                "that only some ranks run belongs under torch.no_grad()",
+                f"that only some ranks run belongs under torch.no_grad(). {LOCAL_BACKWARD}",
                 stacklevel=2,
             )
         return control

@@ -20,6 +20,10 @@ LOOK_FOR_STEPS = (
     "look for an optimizer.step() in a branch that depends on the rank, or for one that raised. The parameters of the "
     "ranks are no longer the same; restart from a checkpoint"
 )
+LOCAL_BACKWARD = (
+    "A backward averages gradients on all ranks: put one that only some ranks run (for saliency), with its forward, "
+    "inside no_sync()"
+)
 _LOOK_FOR_BRANCH = "run the same program on every rank: look for a branch that depends on the rank or on its data"
 _LOOK_FOR_ENDS = (
     "look for ranks with different numbers of batches (an IterableDataset, limit_train_batches), which need "
@@ -32,9 +36,9 @@ _HINTS = {
     ),
     frozenset({Phase.PASS, Phase.EXCHANGE}): (
         "look for a loss that does not reach that layer on every rank (a training_step that returns None), for a "
-        "forward without its backward, or for a branch that depends on the rank"
+        f"forward without its backward, or for a branch that depends on the rank. {LOCAL_BACKWARD}"
     ),
-    frozenset({Phase.PASS, Phase.COLLECTIVE}): _LOOK_FOR_ENDS,
+    frozenset({Phase.PASS, Phase.COLLECTIVE}): f"{_LOOK_FOR_ENDS}. {LOCAL_BACKWARD}",
     frozenset({Phase.COLLECTIVE}): _LOOK_FOR_ENDS,
 }
 """Hints for the user, by the phases in which two ranks wait."""
@@ -147,7 +151,8 @@ def _skipped(waiting: Status, other: Status) -> str:
         text = f"{other.name} ran {count} in step {here.step}, in which rank {waiting.rank} is in pass "
         text += f"{here.pass_number}" + (f", backward {here.backward + 1} of the step" if here.backward else "")
     what = "such a call" if waiting.phase is Phase.AGREEMENT else "a backward"
-    return f"{text}: look for {what} in a branch that depends on the rank or on its data"
+    text += f": look for {what} in a branch that depends on the rank or on its data"
+    return f"{text}. {LOCAL_BACKWARD}" if waiting.phase is Phase.PASS else text
 
 
 def _validates(waiting: Status, other: Status) -> str:

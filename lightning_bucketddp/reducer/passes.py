@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal
@@ -26,6 +26,8 @@ class Passes:
         context: The parts that stay.
         hook: The communication hook, if there is one; agreed between the ranks.
         others: Further participants.
+        in_training: Whether backwards are passes now. In a Trainer they are not in validation: there rank 0 alone may
+            run one.
 
     Attributes:
         wrapped: The module's parameters, and their reducer.
@@ -34,7 +36,14 @@ class Passes:
         synchronise: False inside ``no_sync``; :meth:`set_synchronise` changes it.
     """
 
-    def __init__(self, context: WrapperContext, hook: CommHook | None, others: Sequence[Participant]) -> None:
+    def __init__(
+        self,
+        context: WrapperContext,
+        hook: CommHook | None,
+        others: Sequence[Participant],
+        in_training: Callable[[], bool],
+    ) -> None:
+        self.in_training = in_training
         self._context, self.peers, self.joining = context, context.ranks.peers, context.joining
         self.wrapped = Wrapped(context, hook, others, self.open_by_gradient)
         self.synchronise = True
@@ -74,7 +83,7 @@ class Passes:
         """
         reducer = self.reducer
         self.peers.here.begin_forward()
-        reducer.storage.bind_main_grads(True)
+        self.wrapped.note_forward()
         if not self.reduces and reducer.state is PassState.IDLE:
             self.wrapped.note_trainable()
 
@@ -114,6 +123,8 @@ class Passes:
         Without a root (backward reached no output of forward) the running backward also ends the pass, even if it is
         an inner one.
         """
+        if not self.in_training():
+            return
         with self._context.lock:
             if self.reducer.this_pass is None:
                 if not param.requires_grad:
@@ -159,6 +170,8 @@ class Passes:
         with self._context.lock:
             if self._end_queued or self.reducer.by_hand() or self.reducer.state is PassState.CLOSED:
                 return
+            if not self.in_training():
+                return
             self.wrapped.require_usable()
             self._root_synchronises = synchronised
             self._queue_end()
@@ -180,6 +193,9 @@ class Passes:
             RankMismatchError: If the ranks disagree on what is trainable.
         """
         synchronised, queue = self.reduces, self._context.queue
+        if not self.in_training():
+            yield
+            return
         self.wrapped.require_idle()
         root = loss.register_hook(partial(self.on_root, synchronised)) if loss.requires_grad else None
         self._guarded = True

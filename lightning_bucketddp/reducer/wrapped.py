@@ -83,18 +83,24 @@ class Wrapped:
 
     # -- parameters ----------------------------------------------------------------------------------
 
+    def note_forward(self) -> None:
+        """Add the hooks of unfrozen parameters: the first gradient may be of one of them."""
+        self.reducer.storage.bind_main_grads(True)
+        self.built.hooks.add_unfrozen()
+
     def note_trainable(self) -> None:
         """Count the present trainable set as that of a pass."""
         self.built.trainable.note(self.reducer.table.trainable_now())
 
     def take_in_changed(self) -> None:
-        """Lay buckets out anew if parameters have changed. Sends nothing.
+        """Add the hooks of unfrozen parameters, and lay buckets out anew if parameters have changed. Sends nothing.
 
         Shards stay where they are, and parameters that came later are not trained.
 
         Raises:
             WrapError: If a new parameter cannot be wrapped, or an optimizer holds shards or masters of old ones.
         """
+        self.built.hooks.add_unfrozen()
         if not self.context.changes.take_in(self.trains):
             return
         storage = self.reducer.storage

@@ -143,6 +143,10 @@ class CommunicationMonitor(Callback):
         self._times: PassTimes | None = None
         self._named: set[int] = set()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: the times belong to this process and its wrapper."""
+        return {**self.__dict__, "_times": None}
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Require the strategy and a logger, and begin to measure."""
         self._times = PassTimes(BucketDDPInTrainer.of(trainer, self))

@@ -32,6 +32,9 @@ def adapt_precision(plugin: Precision, wrapper: BucketDDPInTrainer, sharded: boo
     original = plugin.backward
 
     def backward(loss: Tensor, module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+        if not wrapper._in_training():
+            original(loss, module, *args, **kwargs)
+            return
         if wrapper.samples is not None:
             wrapper.samples.count(wrapper)
         if not wrapper._passes.joining.counts():

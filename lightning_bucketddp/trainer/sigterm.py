@@ -22,7 +22,11 @@ def quieten_sigterm(trainer: pl.Trainer) -> None:
         _note_sigterm, connector, os.getpid()
     )  # not public; a test notices if it is gone
     loop: Any = trainer.fit_loop.epoch_loop
-    loop._broadcast_sigterm_tensor = lambda: None  # not public; golden traces show the broadcast if this is gone
+    loop._broadcast_sigterm_tensor = _broadcast_nothing  # not public; golden traces show the broadcast if this is gone
+
+
+def _broadcast_nothing() -> None:  # no lambda: a Trainer can be pickled
+    return
 
 
 def _note_sigterm(connector: Any, pid: int, signum: int, frame: object) -> None:

@@ -38,6 +38,7 @@ from lightning_bucketddp.trainer.exact_evaluation import EachSampleOnce
 from lightning_bucketddp.trainer.launchers import ScriptLauncher, TellingLauncher
 from lightning_bucketddp.trainer.layer_sync import BatchNormSync
 from lightning_bucketddp.trainer.precision import adapt_precision
+from lightning_bucketddp.trainer.sampled_epoch import begin_epoch_anew
 from lightning_bucketddp.trainer.sigterm import GOT_SIGTERM, quieten_sigterm
 from lightning_bucketddp.trainer.uneven_loader import EvenedLoader, require_countable_batches
 from lightning_bucketddp.trainer.wrapper import BucketDDPInTrainer, hold_schedulers
@@ -118,6 +119,11 @@ class BucketDDPStrategy(EachSampleOnce):
         self._until_teardown = ExitStack()
         self._ended: BucketDDP | None = None  # the last fit's wrapper, for trainer.save_checkpoint() with shards
         self._trainable_at_setup: finetuning.Trainable | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which leave out what belongs to this process and its group."""
+        left_out = dict.fromkeys(("_writer", "_evened_loader", "_listener", "_peers", "_ended"))
+        return {**super().__getstate__(), **left_out, "_until_teardown": ExitStack()}
 
     @property
     def bucket_ddp(self) -> BucketDDPInTrainer | None:
@@ -363,6 +369,8 @@ class BucketDDPStrategy(EachSampleOnce):
 
     @override
     def on_train_start(self) -> None:
+        if (module := self.lightning_module) is not None:
+            begin_epoch_anew(module.trainer)
         self._end_writer()  # is there if the search for a batch size has broken a training off
         if self._options.async_save and (wrapper := self.bucket_ddp) is not None and (module := self.lightning_module):
             self._writer = checkpoints.start_writer(wrapper, module.trainer, self._until_teardown)

@@ -44,7 +44,7 @@ class BucketDDPInLightning(BucketDDP):
         if (skips := self._passes.wrapped.context.skips) is not None:
             skips.scaler_skips = self._has_scaler
 
-    def prepare_optimizer(self, optimizer: Optimizer) -> Swap | None:
+    def _swap_of(self, optimizer: Optimizer) -> Swap | None:
         """As in :class:`BucketDDP`.
 
         Raises:
@@ -55,7 +55,7 @@ class BucketDDPInLightning(BucketDDP):
                 "expected an optimizer with one backward per step, with skip_step_on or skip_norm_above; found LBFGS, "
                 "which moves the parameters between its backwards"
             )
-        return super().prepare_optimizer(optimizer)
+        return super()._swap_of(optimizer)
 
     def run_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None, step: Callable[..., Any]) -> Any:
         """Run an optimizer's step, unless all ranks have dropped the gradients. All ranks must call this.
@@ -81,7 +81,7 @@ class BucketDDPInLightning(BucketDDP):
 
         if closure is None and self._drops_gradients():
             return None
-        swap = self.prepare_optimizer(optimizer)
+        swap = self._swap_of(optimizer)
         with suppress(StepSkippedError), nullcontext() if swap is None else swap.restored_after():
             return step() if closure is None else step(closure=closure_of_all_ranks)
 
@@ -124,6 +124,12 @@ class BucketDDPInTrainer(BucketDDPInLightning):
             trainer: Any = self.module.trainer
             batch, epoch = trainer.fit_loop.epoch_loop.batch_idx, trainer.current_epoch
             skips.place = f" (batch {batch} of epoch {epoch}, global_step {trainer.global_step})"
+
+    def _in_training(self) -> bool:
+        with suppress(RuntimeError):  # the module has no Trainer
+            trainer: Any = self.module.trainer
+            return not (trainer.validating or trainer.sanity_checking)
+        return True
 
     def loss_of_none(self) -> Tensor:
         """A loss in place of None, which reaches no parameter: this rank takes part, as others may have a real one."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.hooks import CommHook, HookFunction
 from lightning_bucketddp.layout.options import Options
-from lightning_bucketddp.layout.plan import Layout
+from lightning_bucketddp.layout.plan import Layout, default_bucket_cap
 from lightning_bucketddp.layout.require import require, require_names
 from lightning_bucketddp.optim.swap import Swap
 from lightning_bucketddp.peers.machines import Node
@@ -31,9 +31,11 @@ from lightning_bucketddp.wrapper.compiled import cutting_graphs, leave_untraced
 from lightning_bucketddp.wrapper.join import UnevenInputs
 from lightning_bucketddp.wrapper.names import add_own_name, members_of, without_prefix
 from lightning_bucketddp.wrapper.runtime import Runtime, refuse, without_group
-from lightning_bucketddp.wrapper.validation import input_device, require_valid_parameters
+from lightning_bucketddp.wrapper.validation import input_device, names_to_ignore, require_valid_parameters
 
 leave_untraced("lightning_bucketddp")
+
+_Optimizer = TypeVar("_Optimizer", bound=Optimizer)
 
 _open_wrappers: weakref.WeakSet[BucketDDP] = weakref.WeakSet()
 
@@ -150,9 +152,15 @@ class BucketDDP(nn.Module, Joinable):
 
     def _make_runtime(self) -> Runtime:
         """Make the part that belongs to this process. All ranks must call this."""
-        self._runtime = Runtime(self.module, self._options, self._take_over, self._node)
+        self._runtime = Runtime(
+            self.module, self._options, self._take_over, self._node, _in_training(weakref.ref(self))
+        )
         _open_wrappers.add(self)
         return self._runtime
+
+    def _in_training(self) -> bool:
+        """Whether backwards are passes now, and forwards with gradients begin them."""
+        return True
 
     @property
     def _passes(self) -> Passes:
@@ -199,7 +207,7 @@ class BucketDDP(nn.Module, Joinable):
         call = self._replicated or self.module
         if torch.is_grad_enabled():
             self._require_current()
-        trains = torch.is_grad_enabled() and not self.closed
+        trains = torch.is_grad_enabled() and not self.closed and self._in_training()
         if "_runtime" not in self.__dict__:  # a copy; a frozen one, such as a teacher, does not train
             trains = trains and any(param.requires_grad for param in self.parameters())
         runtime = self._runtime if trains else self.__dict__.get("_runtime")
@@ -431,7 +439,7 @@ class BucketDDP(nn.Module, Joinable):
 
     # -- gradients and optimizers, sharded or not ------------------------------------------------------
 
-    def prepare_optimizer(self, optimizer: Optimizer) -> Swap | None:
+    def prepare_optimizer(self, optimizer: _Optimizer) -> _Optimizer:
         """Have an optimizer step on fp32 master parameters, or on this rank's shard, from now on.
 
         With ``master_params`` or ``shard_optimizer`` an optimizer's first step does this. Call it before
@@ -441,15 +449,23 @@ class BucketDDP(nn.Module, Joinable):
             optimizer: An optimizer that holds parameters of the module.
 
         Returns:
-            The optimizer's swap, for a ``ZeroRedundancyOptimizer`` that of the one inside; None without
-            ``master_params`` and ``shard_optimizer``, and if it holds no parameter of the module.
+            The same optimizer.
 
         Raises:
             TypeError: If it is no torch optimizer.
             ValueError: If it refuses the dtype that ``grad_dtype`` gives to gradients; with ``shard_optimizer``, if it
                 is not known to be element-wise.
         """
+        self._swap_of(optimizer)
+        return optimizer
+
+    def _swap_of(self, optimizer: Optimizer) -> Swap | None:
+        """An optimizer's swap, made if need be; None if it steps on its parameters."""
         return self._runtime.optimizers.prepare(optimizer)
+
+    def refresh_masters(self) -> None:
+        """Let fp32 masters follow parameters that were changed through ``param.data`` since the last step."""
+        self._runtime.optimizers.refresh_masters()
 
     def wait_for_parameters(self) -> None:
         """Wait for the lazy all-gather of new parameters, with ``shard_optimizer``.
@@ -738,6 +754,32 @@ class BucketDDP(nn.Module, Joinable):
     """torch DDP's newer name."""
 
     @property
+    def require_forward_param_sync(self) -> bool:
+        """Whether the next training forward synchronises module buffers, if there are any; torch DDP's name."""
+        return self._runtime.module_buffers.due
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, value: bool) -> None:
+        self._runtime.module_buffers.due = value
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next training forward sends module buffers; torch DDP's method."""
+        buffers = self._runtime.params.named_buffers()
+        return self.require_forward_param_sync and self.broadcast_buffers and bool(buffers)
+
+    @property
+    def parameters_to_ignore(self) -> set[str]:
+        """Names of the parameters and module buffers that are left alone; torch DDP's name."""
+        return set(names_to_ignore(self.module))
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """The largest size of a bucket in bytes, unless one parameter is larger; torch DDP's name."""
+        caps = self._options.bucket_cap_bytes
+        one_machine, world_size = self._passes.wrapped.context.one_machine, self._runtime.collectives.world_size
+        return max(caps or (default_bucket_cap(self.layout.nbytes, world_size, one_machine),))
+
+    @property
     def process_group(self) -> dist.ProcessGroup:
         """The ranks that train together."""
         return self._runtime.collectives.group
@@ -811,3 +853,12 @@ class BucketDDP(nn.Module, Joinable):
         Private to torch, which has no public way: it knows its own DDP class by ``isinstance``.
         """
         return dict.fromkeys(members_of(self.module), "module")
+
+
+def _in_training(wrapper: weakref.ref[BucketDDP]) -> Callable[[], bool]:
+    """Make a function that asks a wrapper, and does not keep it alive: hooks call it."""
+
+    def ask() -> bool:
+        return (found := wrapper()) is None or found._in_training()
+
+    return ask

@@ -52,6 +52,7 @@ class Runtime:
         options: The wrapper's options.
         take_over: Takes the ids of parameters, and closes the open wrappers that average gradients of some of them.
         node: This rank's node, where whoever made the ranks says that there are several nodes.
+        in_training: Whether backwards are passes now.
 
     Attributes:
         collectives: The collectives of the group.
@@ -65,7 +66,12 @@ class Runtime:
     """
 
     def __init__(
-        self, module: nn.Module, options: Options, take_over: Callable[[set[int]], None], node: Node | None = None
+        self,
+        module: nn.Module,
+        options: Options,
+        take_over: Callable[[set[int]], None],
+        node: Node | None,
+        in_training: Callable[[], bool],
     ) -> None:
         group, device = group_of(options.process_group, options.device_mesh), next(module.parameters()).device
         self.collectives = collectives = collectives_of(group, device)
@@ -97,7 +103,7 @@ class Runtime:
         links = links_of(module)
         with ranks.waiting_for("the process groups of this wrapper"):
             context = WrapperContext(params, ranks, options, one_machine)
-        self.passes = Passes(context, hook, links)
+        self.passes = Passes(context, hook, links, in_training)
         for link in links:
             link.join(peers, self.passes.joining.counts)
             release.callback(link.leave)

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_bucketddp import BucketDDP, declare_element_wise
+from lightning_bucketddp.optim.swap import swap_of
 from tests.fixtures import checkpoints
 from tests.fixtures.checkpoints import EPOCHS, FOLDER, KINDS, At, held, precision_of
 from tests.models import AllKinds
@@ -139,7 +140,7 @@ def test_an_optimizer_that_kept_a_part_of_its_state_is_refused() -> None:
     for mend in (lambda: training.optimizer.load_state_dict(whole), lambda: training.optimizer.state.clear()):
         mend()
         ours = BucketDDP(training.module, shard_optimizer=True)
-        assert ours.prepare_optimizer(training.optimizer) is not None
+        assert swap_of(ours.prepare_optimizer(training.optimizer)) is not None
         ours.close()
 
 

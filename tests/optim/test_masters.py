@@ -261,6 +261,24 @@ def test_masters_follow_changed_elements_and_keep_the_others() -> None:
     assert torch.equal(masters.master(param), torch.full_like(param, 0.5, dtype=FP32))
 
 
+@on_ranks(2, cases=(False, True))
+def test_masters_follow_writes_through_data_when_the_wrapper_is_told(shard: bool) -> None:
+    module = nn.Linear(4, 4).bfloat16()
+    ours = BucketDDP(module, grad_dtype=FP32, shard_optimizer=shard)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.0)
+    for told in (False, True):
+        ours(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        ours.wait_for_parameters()
+        before = module.weight.detach().clone()
+        module.weight.data.fill_(0.5)
+        if told:
+            ours.refresh_masters()
+        optimizer.step()
+        ours.wait_for_parameters()
+        assert torch.equal(module.weight, torch.full_like(before, 0.5) if told else before)
+
+
 def hook_counts(optimizer: Optimizer) -> list[int]:
     return [len(value) for name, value in vars(optimizer).items() if name.endswith("_hooks")]
 

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.optim import SGD, Optimizer
 
 from lightning_bucketddp import BucketDDP, RankMismatchError, declare_element_wise
-from lightning_bucketddp.optim.swap import master_params
+from lightning_bucketddp.optim.swap import master_params, swap_of
 from tests.inside import reducer_of
 from tests.models import MODELS, Branches, Lookup, Mlp, SharedWeights, batch, tokens
 from tests.optim.common import OPTIMIZERS, TINY, assert_close, average, stepped, two_groups, values
@@ -351,7 +351,9 @@ def test_what_goes_with_no_shards_is_refused() -> None:
     master_params(prepared)
     with pytest.raises(ValueError, match="or has whole master parameters"):
         ours.prepare_optimizer(prepared)
-    assert ours.prepare_optimizer(torch.optim.LBFGS([torch.ones(1)])) is None, "of other parameters"
+    other_params = torch.optim.LBFGS([torch.ones(1)])
+    assert ours.prepare_optimizer(other_params) is other_params
+    assert swap_of(other_params) is None
     size = (1, 3, 3)[dist.get_rank()]
     for error, shard, options, words in [
         (ValueError, False, SCATTERED, "cannot be combined with shard_optimizer=False"),

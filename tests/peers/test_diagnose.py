@@ -94,6 +94,11 @@ MISTAKES: dict[str, tuple[Status, Status]] = {
         at(0, step=3, **IN_PASS),
         at(1, step=4, exchange=1, pass_number=6, **BUFFERS),
     ),
+    "look for a backward in a branch that depends on the rank or on its data. A backward averages gradients on all "
+    "ranks: put one that only some ranks run (for saliency), with its forward, inside no_sync()": (
+        at(0, step=3, backward=1, **IN_PASS),
+        at(1, step=3, backward=1, step_ended=True, pass_number=6),
+    ),
     "rank 1 has left step 3, in which rank 0 waits for the module buffers in pass 0": (
         at(0, step=3, exchange=2, **BUFFERS),
         at(1, step=4, exchange=1),

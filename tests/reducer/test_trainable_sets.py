@@ -1,6 +1,7 @@
 """Parameters frozen and unfrozen after wrapping."""
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from unittest.mock import patch
@@ -12,9 +13,9 @@ from torch import nn
 
 from lightning_bucketddp import BucketDDP, RankMismatchError
 from tests.inside import passes_of, reducer_of
-from tests.models import Branches, ConvBatchNorm, Fragile, Mlp, batch, loss_of
+from tests.models import Branches, ConvBatchNorm, Fragile, Mlp, Quantised, batch, loss_of
 from tests.pool import on_ranks
-from tests.reference import TINY, Twins, drift, mse, pair, raises_soon, taking
+from tests.reference import TINY, Twins, drift, mse, pair, raises_soon, seeded, taking
 
 
 @on_ranks(2, 3)
@@ -147,6 +148,40 @@ def test_a_rank_that_changes_alone_is_named(change: str) -> None:
     with pytest.raises(RankMismatchError) as again:
         mse(0)(ours)
     assert str(again.value) == str(error.value)
+
+
+CONVERSIONS: dict[str, Callable[[Quantised], object]] = {
+    "to": lambda module: module.to("cpu"),
+    "cpu": Quantised.cpu,
+    "float": Quantised.float,
+    "a part, swapped": lambda module: module.plain_base.to("cpu"),
+}
+
+
+@on_ranks(2, cases={f"{how}, {shard=}": (how, shard) for how in CONVERSIONS for shard in (False, True)})
+def test_frozen_weights_may_be_converted_and_then_trained(how: str, shard: bool) -> None:
+    alone, module = seeded(Quantised), seeded(Quantised)
+    torch.__future__.set_swap_module_params_on_conversion("swapped" in how)
+    try:
+        ours = BucketDDP(module, bucket_cap_mb=TINY, shard_optimizer=shard)
+        for step in range(6):
+            for net in (alone, module):
+                net.zero_grad()
+                if step == 1:
+                    CONVERSIONS[how](net)
+                for param in (net.base, net.plain_base.weight):
+                    param.requires_grad_(step in (2, 3, 5))
+            mse(step)(ours).backward()
+            batches = [batch(step, rank) for rank in range(dist.get_world_size())]
+            loss_of(alone(torch.cat([b[0] for b in batches])), torch.cat([b[1] for b in batches])).backward()
+            for name, param in alone.named_parameters():
+                assert param.requires_grad == (
+                    name.startswith("adapter") or (step in (2, 3, 5) and name[-4:] != "bias")
+                )
+                found = ours.full_grad(module.get_parameter(name))
+                torch.testing.assert_close(found, param.grad, msg=lambda m, n=name: f"{n}: {m}")
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 @on_ranks(2, fresh=True)

@@ -217,3 +217,63 @@ def test_a_resume_says_what_it_does_about_frozen_parameters(tmp_path: Any) -> No
         words = words if dist.get_rank() == 0 else []
         assert [text.startswith(word) for text, word in zip(texts, words, strict=True)] == [True] * len(words), texts
         assert model.backbone.conv1.weight.requires_grad == (at == 0)
+
+
+class Ordered(pl.LightningModule):
+    """Notes the samples of each batch."""
+
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layer, self.asks, self.taken = nn.Linear(1, 1), asks, list[tuple[int, list[float]]]()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.taken.append((self.current_epoch, batch.flatten().tolist()))
+        return self.layer(batch).square().mean()
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None: ...
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.asks:  # Lightning makes the dataloader before it loads the progress
+            assert self.trainer.estimated_stepping_batches
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+AT_EPOCHS: dict[str, tuple[Options, Options]] = {
+    "the epoch's end": ({"save_on_train_epoch_end": True}, {}),
+    "the validation's end": ({}, {"validates": True}),
+    "the last batch": ({"every_n_train_steps": 4}, {}),
+    "a module that asks for the number of steps": ({}, {"asks": True}),
+    "persistent workers": ({}, {"persistent_workers": True}),
+    "no workers": ({}, {"num_workers": 0}),
+}
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("name", AT_EPOCHS)
+@on_ranks(2)
+def test_a_resumed_run_takes_the_samples_of_its_epochs(name: str, shard: bool, tmp_path: Path) -> None:
+    saves, options = AT_EPOCHS[name]
+    asks, validates = options.get("asks", False), options.get("validates", False)
+    workers = {"num_workers": 1, **{key: value for key, value in options.items() if key in _OF_WORKERS}}
+
+    def run_to(epochs: int, folder: Path, path: Path | None = None) -> Ordered:
+        model = Ordered(asks)
+        callbacks = ModelCheckpoint(folder, save_last=True, **saves)
+        loader = DataLoader(torch.linspace(0, 1, 16)[:, None], 2, shuffle=True, **workers)
+        strategy = ours(shard_optimizer=shard)
+        more = {"enable_checkpointing": True, "use_distributed_sampler": True, "num_sanity_val_steps": 0}
+        fit = trainer(strategy, max_epochs=epochs, callbacks=callbacks, **more)
+        fit.fit(model, loader, DataLoader(torch.ones(4, 1), 2) if validates else None, ckpt_path=path)
+        dist.barrier()  # what rank 0 writes is there now
+        return model
+
+    whole = run_to(3, tmp_path / "whole")
+    first = run_to(1, tmp_path / "parts")
+    second = run_to(3, tmp_path / "parts", tmp_path / "parts" / "last.ckpt")
+    assert first.taken + second.taken == whole.taken
+    assert len({str(taken) for _, taken in whole.taken}) > 4, "epochs have orders of their own"
+    assert all(map(torch.equal, second.parameters(), whole.parameters()))
+
+
+_OF_WORKERS = ("num_workers", "persistent_workers")

@@ -102,6 +102,57 @@ class LooksAtLoss(torch.optim.SGD):
         return super().step()
 
 
+class Saliency(Regression):
+    """The last rank runs backwards in validation, through its module and through what the strategy trains."""
+
+    records = False
+
+    def __init__(self, looks: bool) -> None:
+        super().__init__()
+        self.looks, self.looked = looks, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def look(self, x: Tensor) -> None:
+        if not self.looks or self.global_rank + 1 != dist.get_world_size():
+            return
+        with torch.enable_grad():
+            for call in (self.net, self.trainer.strategy.model):
+                x = x.detach().clone().requires_grad_()
+                call(x).square().mean().backward()
+                (expected,) = torch.autograd.grad(self.net(x).square().mean(), x)
+                torch.testing.assert_close(x.grad, expected)
+        self.zero_grad()
+        self.looked += 1
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.look(batch[0])
+
+    def on_validation_epoch_end(self) -> None:
+        self.look(torch.ones(2, 8))
+
+
+IN_VALIDATION: dict[str, Any] = {
+    "plain": ({}, {}),
+    "sharded": ({"shard_optimizer": True}, {}),
+    "accumulated": ({}, {"accumulate_grad_batches": 2}),
+    "accumulated in shards": ({"shard_optimizer": True, "scatter_every_pass": True}, {"accumulate_grad_batches": 2}),
+    "without buffers": ({"use_contiguous_buffers": False}, {}),
+}
+
+
+@on_ranks(2, 3, cases=IN_VALIDATION)
+def test_backwards_in_validation_on_one_rank_are_its_own(strategy: dict[str, Any], options: dict[str, Any]) -> None:
+    models = Saliency(looks=True), Saliency(looks=False)
+    for model in models:
+        fit = trainer(ours(**strategy), max_epochs=2, val_check_interval=2, inference_mode=False, **options)
+        fit.fit(model, data(4), data(2))
+    assert (models[0].looked > 8) == (dist.get_rank() + 1 == dist.get_world_size())
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+    assert drift(models[0]) == 0
+
+
 @on_ranks(2)
 def test_optimizers_see_the_mean_loss_and_logs_the_own() -> None:
     silent, looking = ByRank("all silent", LooksAtLoss), ByRank("logged", LooksAtLoss)

@@ -128,7 +128,9 @@ def run(
     """Trains two epochs, as far as the model's signals let it; whether they did."""
     options = {"max_epochs": 2, "num_sanity_val_steps": 0, **options}
     torch.manual_seed(1 + dist.get_rank())
-    training, validation = loader(shuffle=True) if options.pop("plain_loader", False) else Loader(), loader()
+    workers = {"num_workers": options.pop("num_workers", 0)}
+    plain = options.pop("plain_loader", False)
+    training, validation = loader(shuffle=True, **workers) if plain else Loader(), loader()
     for seeds in (torch.manual_seed, random.seed, np.random.seed):
         seeds(seed + dist.get_rank())
     before = [signal.getsignal(number) for number in HANDLED]
@@ -143,6 +145,7 @@ def run(
 
 
 ACCUMULATED, VALIDATED, PLAIN = {"accumulate_grad_batches": 2}, {"val_check_interval": 2}, {"plain_loader": True}
+SAMPLED = {**PLAIN, "num_workers": 1, "use_distributed_sampler": True, "limit_val_batches": 0}
 SHARDED = {"shard_optimizer": True, "wire_dtype": "bfloat16"}
 # Where the signal comes, after how many batches, to which ranks; the steps that are done; options.
 CASES: dict[str, tuple[str, int, tuple[int, ...], int, Options, Options]] = {
@@ -153,6 +156,7 @@ CASES: dict[str, tuple[str, int, tuple[int, ...], int, Options, Options]] = {
     "a validation under way": (VALIDATION, 2, (1,), 3, VALIDATED, {}),
     "a validation that follows": (STEP, 4, (1,), 4, VALIDATED, {}),
     "the epoch's end": (STEP, 6, (1,), 6, PLAIN, {}),
+    "the epoch's end, a worker, the Trainer's sampler": (STEP, 3, (1,), 3, SAMPLED, {}),
     "the epoch's end, a loader with a state": (STEP, 6, (1,), 6, {}, {}),
     "the epoch's end, with max_steps": (STEP, 6, (1,), 6, {**PLAIN, "max_epochs": -1, "max_steps": 12}, {}),
     "the epoch after which training stops": (STEP, 6, (0,), 6, {"max_epochs": MANY}, {}),

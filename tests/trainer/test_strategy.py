@@ -4,6 +4,7 @@ import copy
 import importlib
 import inspect
 import os
+import pickle
 import socket
 import warnings
 from dataclasses import fields
@@ -24,12 +25,23 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_bucketddp import BucketDDP, BucketDDPFabricStrategy, BucketDDPStrategy, Options
+from lightning_bucketddp import BucketDDP, BucketDDPFabricStrategy, BucketDDPStrategy, CommunicationMonitor, Options
 from lightning_bucketddp.layout.plan import MIB
 from lightning_bucketddp.layout.registry import FOLDERS
 from lightning_bucketddp.trainer.wrapper import BucketDDPInLightning, leave_shared_memory
-from tests.lightning_models import PoolEnvironment, Regression, close_to, data, ddp, ours, start_fabric, trainer
+from tests.lightning_models import (
+    Memory,
+    PoolEnvironment,
+    Regression,
+    close_to,
+    data,
+    ddp,
+    ours,
+    start_fabric,
+    trainer,
+)
 from tests.models import Mlp, batch
+from tests.optim.common import assert_equal
 from tests.pool import case, on_ranks
 
 _EXPERIMENTAL = {"mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce"}
@@ -296,3 +308,33 @@ def test_forkserver_does_not_let_ranks_share_weights(start_method: str, shared: 
     assert {tensor.is_shared() for tensor in [*module.parameters(), *module.buffers()]} == {shared}
     assert all(mine is param for mine, param in zip(module.parameters(), params, strict=True))
     torch.testing.assert_close(module.state_dict(), before)
+
+
+class Copies(pl.Callback):
+    """Copies the strategy and the callbacks, as callbacks that keep others do; before training, the Trainer too."""
+
+    def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        copy.deepcopy(trainer)
+        self.on_train_batch_end(trainer)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        strategy, _ = copy.deepcopy((trainer.strategy, trainer.callbacks))
+        assert type(strategy) is type(trainer.strategy)
+        if trainer.strategy.bucket_ddp is not None:
+            assert_equal(strategy.model.state_dict(), trainer.strategy.model.state_dict())
+
+    on_train_end = on_train_batch_end
+    on_fit_end = on_fit_start
+
+
+@on_ranks(1, 2, cases=[{}, {"shard_optimizer": True}, {"uneven_inputs": "active_ranks"}])
+def test_a_strategy_may_be_copied_and_a_trainer_be_pickled(options: dict[str, Any]) -> None:
+    models = Regression(), Regression()
+    for model, more in zip(models, ([], [Copies()]), strict=True):
+        model.records = False
+        callbacks = [pl.callbacks.ModelCheckpoint("unused", save_top_k=0), CommunicationMonitor(1), *more]
+        fit = trainer(ours(**options), logger=Memory(), callbacks=callbacks, enable_checkpointing=True)
+        fit.fit(model, data())
+    close_to(*models)
+    again = pickle.loads(pickle.dumps(fit))
+    assert_equal(again.lightning_module.state_dict(), models[1].state_dict())

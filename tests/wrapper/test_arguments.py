@@ -40,6 +40,28 @@ def test_every_argument_by_name_and_by_position() -> None:
     BucketDDP(Mlp(), device_ids=[])  # torch takes it for None
 
 
+def said(model: Any) -> list[Any]:
+    names = ("require_forward_param_sync", "parameters_to_ignore", "bucket_bytes_cap")
+    return [*(getattr(model, name) for name in names), model.will_sync_module_buffers()]
+
+
+@on_ranks(2, cases=[{}, {"broadcast_buffers": False}, {"bucket_cap_mb": 2.5}, {"bucket_cap_mb_list": [1, 3, 2]}])
+def test_programs_read_the_attributes_of_torchs_wrapper(options: dict[str, Any]) -> None:
+    plain = ConvBatchNorm()
+    plain._ddp_params_and_buffers_to_ignore = ["norm.num_batches_tracked", "conv2.bias"]
+    theirs, ours = (kind(copy.deepcopy(plain), **options) for kind in (DistributedDataParallel, BucketDDP))
+    before = said(ours)
+    assert before == said(theirs)
+    for model in (theirs, ours):
+        with model.no_sync():
+            loss_of(model(batch(0, 0)[0]), batch(0, 0)[1]).backward()
+    assert said(ours) == said(theirs) != before
+    for model in (theirs, ours):
+        model.require_forward_param_sync = True
+    assert said(ours) == said(theirs) == before
+    assert not BucketDDP(Mlp()).will_sync_module_buffers(), "it has none"
+
+
 @on_ranks(2, fresh=True)
 def test_arguments_that_cannot_be_honoured_are_refused() -> None:
     plane = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
@@ -53,6 +75,7 @@ def test_arguments_that_cannot_be_honoured_are_refused() -> None:
         (Mlp(), {"output_device": 0}, "no device_ids and no output_device"),
         (Mlp(), both, "found both"),
         (Mlp(), {"device_mesh": plane}, "one dimension"),
+        (Mlp(), {"require_manual_backward_finalization": True}, r"averaged before backward\(\) returns"),
         (Mlp(), {"process_group": 3}, "process_group to be None or a process group, found 3"),
         (nn.SyncBatchNorm.convert_sync_batchnorm(ConvBatchNorm()), {}, "torch's on the CPU, found 'norm'"),
         (nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")]), {}, r"found \['cpu', 'meta'\]"),
@@ -158,6 +181,23 @@ def test_a_rank_that_skips_a_backward_is_noticed_once() -> None:
     (message,) = (str(warning.message) for warning in caught)
     assert "ranks met in pass 1 after different numbers of training forwards" in message
     assert f"{[2, 3][rank]} on this rank" in message
+    assert "A backward averages gradients on all ranks: put one that only some ranks run" in message
+
+
+@on_ranks(2, cases=(False, True))
+def test_a_backward_inside_no_sync_may_run_on_one_rank_alone(shard: bool) -> None:
+    plain = Mlp()
+    ours = BucketDDP(copy.deepcopy(plain), shard_optimizer=shard)
+    for step in range(3):
+        if dist.get_rank() == 0:
+            with ours.no_sync():
+                ours.module(torch.ones(2, 8)).sum().backward()
+        for model in (plain, ours):
+            model.zero_grad()
+            backward(model, step)
+        for (name, param), expected in zip(ours.named_parameters(), mean_grads(plain).values(), strict=True):
+            torch.testing.assert_close(ours.full_grad(param), expected, msg=lambda m, n=name: f"{n}: {m}")
+        ours.zero_grad()
 
 
 CHOICES: dict[str, list[Any]] = {  # arguments, of 10 times the rank: at first, and in a later forward

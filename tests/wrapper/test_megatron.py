@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP, GradientError, PeerFailureError
+from lightning_bucketddp.optim.swap import swap_of
 from tests import reference
 from tests.inside import reducer_of, views_of
 from tests.models import Branches, Mlp, batch, build
@@ -97,7 +98,7 @@ def test_gradient_dtypes_may_be_given_by_name() -> None:
     assert found == {"layers.0.weight": torch.float64, "layers.0.bias": BF16, "head.weight": FP32, "head.bias": BF16}
     assert len(ours.layout.buffers) == 3
     ours = BucketDDP(Mlp().to(BF16), grad_dtype=FP32, master_params=False)
-    assert ours.prepare_optimizer(torch.optim.SGD(ours.parameters())) is None
+    assert swap_of(ours.prepare_optimizer(torch.optim.SGD(ours.parameters()))) is None
 
 
 @on_ranks(2, cases={"no overlap": ["mlp", {"overlap": False}], "coalesced": ["mixed_dtypes", COALESCED]})
