@@ -301,15 +301,21 @@ class AbortListener:
             _add_note(error, self.roll_call.report if from_torch else "")
             first = self.publish(Failure(self._cause_in(error) or told + (f"; {gone}" if gone else "")))
         failure = self.roll_call.failure
-        # If all ranks raise the same error, it says enough.
-        if own not in failure.text and failure.text not in str(error):
-            if isinstance(error, Exception):
-                _add_note(error, self._reason(failure))
-            else:  # Python prints no notes
-                self._log_reason(self._run, failure)
+        if own not in failure.text:  # if all ranks raise the same error, it says enough
+            self.explain(error)
         if first or self.roll_call.rank == 0:  # the launcher may now end the others, and rank 0 the store
             with suppress(RuntimeError):
                 self.roll_call.wait_until(lambda status: status.heard_of >= self.run or status.ended)
+
+    def explain(self, error: BaseException) -> None:
+        """Have an error of this rank say which failure has ended the run, unless it does."""
+        failure = self.roll_call.failure
+        if failure.text in str(error):
+            return
+        if isinstance(error, Exception):
+            _add_note(error, self._reason(failure))
+        else:  # Python prints no notes
+            self._log_reason(self._run, failure)
 
     def _cause_in(self, error: BaseException) -> str:
         """What an error of this rank says of another rank that was found to be gone; empty if it says nothing."""

@@ -161,12 +161,7 @@ class Peers:
         with self.here.waiting(what, phase), polling(self.poll):
             try:
                 yield
-            except (PeerFailureError, RankMismatchError) as error:
-                self.failed_by(error)
-                raise
-            except CommHookError as error:
-                self.look()
-                self.require_usable()  # another rank's failure, of which the hook's collective knows no more
+            except (PeerFailureError, RankMismatchError, CommHookError) as error:
                 self.failed_by(error)
                 raise
             except RuntimeError as error:
@@ -271,8 +266,10 @@ class Peers:
         if isinstance(error, PeerFailureError | RankMismatchError):
             text = str(error).removeprefix(f"rank {self.rank}: ")
             self._roll_call.know(Failure(text, isinstance(error, RankMismatchError), self.run))
-        else:
+        elif self.failure is None:
             self.fail(f"raised {type(error).__name__}: {error}")
+        else:  # it may be a consequence, as in a hook whose collective was aborted
+            self._listener.explain(error)
 
     def failing(self) -> Failing:
         """A context in which an error leaves the ranks out of step."""

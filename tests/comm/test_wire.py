@@ -4,11 +4,12 @@ import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from lightning_bucketddp import BucketDDP
@@ -175,6 +176,11 @@ def test_tensors_of_all_dtypes_travel_together(chunk_bytes: int, broadcasts: int
 def test_a_mean_that_is_rounded_is_one_and_a_sum_is_none() -> None:
     collectives = Collectives(None)
     for answer, is_mean in [(0.5, True), (0.5000001, True), (1.0, False)]:
-        with patch.object(dist, "all_reduce", lambda value, answer=answer, **_: value.fill_(answer)):
+
+        def all_reduce(value: Tensor, answer: float = answer, **_: Any) -> Mock:
+            value.fill_(answer)
+            return Mock(is_completed=lambda: True)
+
+        with patch.object(dist, "all_reduce", all_reduce):
             collectives.probe(CPU)
         assert collectives._backend_averages == is_mean

@@ -84,7 +84,7 @@ def test_tokens_count_where_a_rank_has_no_gradient() -> None:
         assert_grads(ours.module, divided_sum(plain, 30))
 
 
-@on_ranks(2, cases=("optimizer", "zero_grad_buffer", "raise"))
+@on_ranks(2, cases=("optimizer", "zero_grad_buffer"))
 def test_tokens_are_dropped_with_their_gradients(how: str) -> None:
     plain, ours = pair(Fragile, TINY, gradient_divide_by="tokens")
     clear = ours.zero_grad_buffer if how == "zero_grad_buffer" else torch.optim.SGD(ours.parameters()).zero_grad
@@ -92,8 +92,8 @@ def test_tokens_are_dropped_with_their_gradients(how: str) -> None:
         clear()
         plain.zero_grad()
         ours.count_tokens(10)
-        with pytest.raises(ArithmeticError) if how == "raise" else ours.no_sync():
-            summed([ours], 10 + step, fail=how == "raise")
+        with ours.no_sync():
+            summed([ours], 10 + step)
         clear()
         ours.count_tokens(7 + dist.get_rank())
         summed([plain, ours], step)
