@@ -345,6 +345,9 @@ class Reducer:
         if this_pass is None or self.state is not PassState.SYNCHRONISED:
             return
         if self.peers.world_size == 1:
+            for progress in this_pass.active[: this_pass.launched]:
+                with suppress(RuntimeError):  # what backward has raised matters
+                    progress.work.wait()  # a hook may still use what is dropped
             self._drop_everywhere()
             return
         this_pass.recorded.clear()
