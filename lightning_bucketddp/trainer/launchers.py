@@ -37,6 +37,10 @@ class _TellsOfEndedRanks:
         """Start the other ranks of this machine, and call a function."""
         return super().launch(partial(self._observed, function), *args, **kwargs)  # type: ignore[misc]  # a launcher's
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: processes stay with the launcher that has started them."""
+        return {**self.__dict__, "procs": []}
+
     def _observed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.procs and not self._looks:
             self._looks = True

@@ -1,6 +1,8 @@
 """Every way in which processes are started; a failure on one rank ends all; a killed job resumes where it was."""
 
+import copy
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -282,3 +284,13 @@ def test_a_rank_that_ends_early_has_an_exit_code(raised: SystemExit, code: int) 
     with raises, pytest.raises(SystemExit) as caught:
         launcher._wrapping_function(0)
     assert caught.value.code == code
+
+
+@pytest.mark.parametrize("kind", [launchers.ScriptLauncher, launchers.FabricScriptLauncher])
+def test_a_copied_launcher_has_started_no_process(kind: Any) -> None:
+    launcher = kind(PoolEnvironment(), num_processes=2, num_nodes=1)
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        launcher.procs = [process]
+        for copied in (copy.deepcopy(launcher), pickle.loads(pickle.dumps(launcher))):
+            assert (copied.procs, copied.num_processes) == ([], 2)
+        assert launcher.procs == [process]
