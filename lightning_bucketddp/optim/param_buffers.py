@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_bucketddp.comm.devices import has_addresses
 from lightning_bucketddp.layout.plan import Layout
+from lightning_bucketddp.peers.agreement import WrapError
 
 
 def with_own_storage(flat: Tensor, start: int, stop: int) -> Tensor:
@@ -36,6 +37,19 @@ def with_own_storage(flat: Tensor, start: int, stop: int) -> Tensor:
     memory = flat.untyped_storage()[start * size : stop * size]  # shares the memory, and keeps it alive
     assert isinstance(memory, torch.UntypedStorage)
     return flat.new_empty(0).set_(memory, 0, (stop - start,), (1,))
+
+
+def require_own_values(name: str, param: Tensor) -> None:
+    """Require that a parameter's values lie in its own memory, where shards of them can be put together.
+
+    Raises:
+        WrapError: If the parameter wraps other tensors, as quantised weights do.
+    """
+    if hasattr(param, "__tensor_flatten__"):  # torch's protocol for such tensors
+        raise WrapError(
+            f"expected plain tensors to train with shard_optimizer=True, found parameter {name!r}, a "
+            f"{type(param).__name__} that wraps other tensors; freeze it, or train without shard_optimizer"
+        )
 
 
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
@@ -81,7 +95,10 @@ class ParamBuffers:
         self._layout = layout
         self._bucket_of = {slot: index for index, bucket in enumerate(layout.buckets) for slot in bucket.slots}
         del self.flats[kept:]  # old memory is freed bucket by bucket
-        self._note_seen([slot for bucket in layout.buckets[kept:] for slot in bucket.slots], params)
+        new = [slot for bucket in layout.buckets[kept:] for slot in bucket.slots]
+        for slot in new:
+            require_own_values(layout.slots[slot].spec.name, params[slot])
+        self._note_seen(new, params)
         for index, bucket in enumerate(layout.buckets[kept:], kept):
             first = params[bucket.slots[0]]
             self.flats.append(torch.zeros(bucket.numel, dtype=first.dtype, device=first.device))

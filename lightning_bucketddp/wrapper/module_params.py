@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.layout.plan import ParamSpec
+from lightning_bucketddp.optim.param_buffers import require_own_values
 from lightning_bucketddp.optim.swap import holders_of_masters
 from lightning_bucketddp.peers.agreement import Entry, WrapError
 from lightning_bucketddp.reducer.sparse import find_sparse
@@ -152,6 +153,9 @@ class ModuleParams:
             require_distinct_elements(what, tensor)
         if options.shard_optimizer:
             require_own_memory([*self.named, *self.named_buffers().items()])
+            for name, param in self.named:
+                if param.requires_grad:
+                    require_own_values(name, param)
         if not self.changes:
             options.require_patterns_match([name for name, _ in self.named])
         declared, names = options.sparse_parameters, {name for name, _ in self.named}

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_bucketddp import BucketDDP, RankMismatchError
+from lightning_bucketddp import BucketDDP, RankMismatchError, WrapError
 from tests.inside import passes_of, reducer_of
 from tests.models import Branches, ConvBatchNorm, Fragile, Mlp, Quantised, batch, loss_of
 from tests.pool import on_ranks
@@ -169,19 +169,32 @@ def test_frozen_weights_may_be_converted_and_then_trained(how: str, shard: bool)
                 net.zero_grad()
                 if step == 1:
                     CONVERSIONS[how](net)
-                for param in (net.base, net.plain_base.weight):
+                for param in (net.plain_base.weight, *(() if shard else (net.base,))):
                     param.requires_grad_(step in (2, 3, 5))
             mse(step)(ours).backward()
             batches = [batch(step, rank) for rank in range(dist.get_world_size())]
             loss_of(alone(torch.cat([b[0] for b in batches])), torch.cat([b[1] for b in batches])).backward()
             for name, param in alone.named_parameters():
-                assert param.requires_grad == (
-                    name.startswith("adapter") or (step in (2, 3, 5) and name[-4:] != "bias")
-                )
+                assert (param.grad is not None) == param.requires_grad, name
                 found = ours.full_grad(module.get_parameter(name))
                 torch.testing.assert_close(found, param.grad, msg=lambda m, n=name: f"{n}: {m}")
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@on_ranks(2, fresh=True)
+def test_weights_that_wrap_other_tensors_are_not_trained_in_shards() -> None:
+    module = Quantised()
+    words = "found parameter 'base', a Int8 that wraps other tensors; freeze it, or train without"
+    module.base.requires_grad_(True)
+    with pytest.raises(WrapError, match=words):
+        BucketDDP(module, shard_optimizer=True)
+    module.base.requires_grad_(False)
+    ours = BucketDDP(module, shard_optimizer=True)
+    mse(0)(ours).backward()
+    module.base.requires_grad_(True)
+    with pytest.raises(WrapError, match=words):
+        mse(1)(ours).backward()
 
 
 @on_ranks(2, fresh=True)
