@@ -81,6 +81,7 @@ class RollCall:
         self._heard = deque([(0, 0.0)], maxlen=64)  # the last news, and when this rank heard of them
         self.report, self.report_after = "", report_after
         self.processes: dict[int, Process] = {}
+        self._gone: set[int] = set()  # ranks that listen no more: they have ended training in all wrappers
 
     def enter(self, status: Status) -> int:
         """Add a wrapper's record; its number. Ranks make their wrappers in the same order, so numbers are the same."""
@@ -235,7 +236,7 @@ class RollCall:
         if unless_within and not called:
             return []
         known = self.failure
-        return self.wait_until(lambda status: status.ended or self.failure != known, wrapper, call=last + 1)
+        return self.wait_until(lambda status: status.rank in self._gone or self.failure != known, wrapper, last + 1)
 
     def wait_until(self, enough: Callable[[Status], bool], wrapper: int = 0, call: int = sys.maxsize) -> list[Status]:
         """Read the ranks' records until all have answered or say enough, or :data:`ANSWER_SECONDS` have passed.
@@ -265,6 +266,8 @@ class RollCall:
             if rank == self.rank:  # its listener may be late
                 answered, statuses = call, self.records()
             silent = now - min((at for number, at in list(self._heard) if number > answered), default=now)
+            if any(each.ended for each in statuses[:1]):
+                self._gone.add(rank)
             # A rank that has not made the wrapper yet may have ended training in those before it.
             status = next(iter(statuses[wrapper : wrapper + 1] or statuses[:1]), Status(rank))
             silent = 0.0 if answered >= call else max(silent, 1e-3)

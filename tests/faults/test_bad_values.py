@@ -68,7 +68,7 @@ def test_modules_and_optimizer_classes_are_required() -> None:
 
 def test_a_switch_takes_no_number_and_no_word() -> None:
     switches = [each.name for each in fields(Options) if isinstance(each.default, bool)]
-    assert len(switches) == 13
+    assert len(switches) == 14
     for option in [*switches, "broadcast_buffers", "forward_sync_buffers", "master_params"]:
         for value in (1, "true"):
             with refused(option, value):

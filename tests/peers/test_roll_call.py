@@ -47,6 +47,26 @@ def test_ranks_that_call_at_once_make_one_call() -> None:
     assert all(status.heard for status in ranks[0].wait_until(lambda status: False, call=1))
 
 
+def test_a_rank_that_has_ended_in_one_wrapper_is_waited_for() -> None:
+    """It may wait in the next one. A rank that has ended in all of them answers no more."""
+    store = HashStore()
+    asking, other = (RollCall(store, rank, 2, 60) for rank in range(2))
+    for rank in (asking, other):
+        rank.enter(Status(rank.rank))
+    other.statuses[1].end_training()
+    other.write(store)
+    with ThreadPoolExecutor(1) as pool, patch("lightning_bucketddp.peers.roll_call.ANSWER_SECONDS", 20):
+        asked = pool.submit(asking.ask, 1)
+        while not other.news.number:
+            other.look(store)
+        other.write(store)
+        assert [status.heard for status in asked.result(timeout=20)] == [True, True]
+        other.end(store)
+        since = time.monotonic()
+        assert [status.heard for status in asking.ask(1)] == [True, False]
+    assert time.monotonic() - since < 10
+
+
 class Garbage:
     """Starts a thread when it is collected, as a group's end does."""
 
