@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_bucketddp.comm.broadcast import broadcast_tensors
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.peers.status import Phase
 
@@ -46,17 +45,6 @@ class Ranks:
     def waiting_for(self, what: str | Callable[[], str], phase: Phase = Phase.RUNS) -> AbstractContextManager[None]:
         """Context around several waits for one thing; see :meth:`Peers.waiting_for`."""
         return self.peers.waiting_for(what, phase)
-
-    def wait(self, work: Work, what: str, phase: Phase = Phase.RUNS) -> None:
-        """Wait for a collective, as :meth:`Work.wait` does.
-
-        Args:
-            work: The collective.
-            what: What is waited for, in words.
-            phase: What kind of thing it is.
-        """
-        with self.peers.waiting_for(what, phase):
-            work.wait()
 
     def gather(self, mine: Tensor, what: str, phase: Phase = Phase.RUNS) -> Tensor:
         """Every rank's tensor, of shape ``(world size, *mine.shape)``."""

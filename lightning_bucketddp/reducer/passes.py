@@ -48,7 +48,8 @@ class Passes:
         self.wrapped = Wrapped(context, hook, others, self.open_by_gradient)
         self.synchronise = True
         self._root_synchronises = True
-        self._left_to_finish = 0  # the number of passes when gradients were last left to finish_reduction(), or by it
+        # The number of passes at the last no_sync() or finish_reduction(). If it is higher now, backward has reduced.
+        self._left_to_finish = 0
         self._end_queued = False
         self._guarded = False  # inside backward_pass(), whose caller sees an exception itself
 

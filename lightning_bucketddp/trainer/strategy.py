@@ -427,7 +427,8 @@ class BucketDDPStrategy(EachSampleOnce):
     def _is_known_to_be_right(self) -> bool:
         """Whether a device has trained with values of all ranks. The host waits, and reads what it is told late.
 
-        False only while an exception is handled.
+        False after an abort, after which a device goes on with any values, and for a mismatch while an exception is
+        handled.
 
         Raises:
             PeerFailureError, RankMismatchError: If it has not, and no exception is being handled.
