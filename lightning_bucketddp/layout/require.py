@@ -1,4 +1,4 @@
-"""Checks of options and arguments, with one form of error."""
+"""Checks of options and arguments, with one form of error; names in errors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
 from types import UnionType
 from typing import Any
+
+_MOST_NAMES = 3
+"""How many names a message lists."""
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first names in quotes, such as ``'a', 'b', 'c', ...``."""
+    names = list(names)
+    return ", ".join(map(repr, names[:_MOST_NAMES])) + (", ..." if len(names) > _MOST_NAMES else "")
 
 
 def require(

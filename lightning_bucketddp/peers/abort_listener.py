@@ -38,11 +38,11 @@ from lightning_bucketddp.comm.groups import Group, abort, debug_level
 from lightning_bucketddp.layout.options import DEFAULT_REPORT_AFTER
 from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchError
 from lightning_bucketddp.peers.diagnose import ALL_RUNS, LOOK_FOR_BATCHES, Failure, absent, diagnose, silent
+from lightning_bucketddp.peers.encoding import encode
 from lightning_bucketddp.peers.names import in_words, this_process
-from lightning_bucketddp.peers.records import encode
-from lightning_bucketddp.peers.report import ends_in_wait, shortened
 from lightning_bucketddp.peers.roll_call import RollCall
 from lightning_bucketddp.peers.status import Status
+from lightning_bucketddp.peers.stuck import ends_in_wait, shortened
 from lightning_bucketddp.peers.timed_store import STORE_SILENT, TimedStore
 from lightning_bucketddp.peers.watch import Watch
 
@@ -297,8 +297,8 @@ class AbortListener:
         if self.failure is None:
             from_torch = _is_from_torch(error)
             gone = self.ask_why(0) if from_torch else ""
+            _add_note(error, self.roll_call.stuck_report if from_torch else "")
             _add_note(error, f"rank {self.roll_call.rank}: {gone}" if gone else "")
-            _add_note(error, self.roll_call.report if from_torch else "")
             first = self.publish(Failure(self._cause_in(error) or told + (f"; {gone}" if gone else "")))
         failure = self.roll_call.failure
         if own not in failure.text:  # if all ranks raise the same error, it says enough

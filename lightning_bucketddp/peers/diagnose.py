@@ -148,7 +148,7 @@ def _skipped(waiting: Status, other: Status) -> str:
     if waiting.phase is Phase.PASS:
         ran = here.backward - (there.backward if there.step > here.step else 0)
         count = f"{ran} backwards" if ran > 1 else "1 backward" if ran else "no backward"
-        text = f"{other.name} ran {count} in step {here.step}, in which rank {waiting.rank} is in pass "
+        text = f"{other.name} ran {count} in step {here.step}, in which {waiting.name} is in pass "
         text += f"{here.pass_number}" + (f", backward {here.backward + 1} of the step" if here.backward else "")
     what = "such a call" if waiting.phase is Phase.AGREEMENT else "a backward"
     text += f": look for {what} in a branch that depends on the rank or on its data"
@@ -198,7 +198,7 @@ def _describe(status: Status, other: Status | None = None) -> str:
     after = ""
     if other is not None and other.phase is Phase.UPDATE:
         after = f" after {at.update if at.update != other.position.update else 'other'} optimizer steps"
-    return f"rank {status.rank} {text}{after}"
+    return f"{status.name} {text}{after}"
 
 
 def _called_in(stack: Sequence[Frame]) -> str:
@@ -216,11 +216,11 @@ def other_trainable(first: Status, second: Status) -> str:
         first: One rank's record.
         second: The other's.
     """
-    difference = f"rank {second.rank} went through another sequence of trainable sets than rank {first.rank}"
+    difference = f"{second.name} went through another sequence of trainable sets than {first.name}"
     for name, *flags in zip(first.names, first.trainable, second.trainable, strict=False):
         if flags[0] != flags[1]:
             mine, theirs = ("trainable" if flag else "frozen" for flag in flags)
-            difference = f"parameter {name!r} is {mine} on rank {first.rank} and {theirs} on rank {second.rank}"
+            difference = f"parameter {name!r} is {mine} on {first.name} and {theirs} on {second.name}"
             break
     return (
         f"ranks disagree on which parameters are trainable in pass {first.position.pass_number}: {difference}. Freeze "

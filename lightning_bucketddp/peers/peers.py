@@ -17,9 +17,9 @@ from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT
 from lightning_bucketddp.peers.abort_listener import STORE_SECONDS, listen
 from lightning_bucketddp.peers.agreement import Entry, PeerFailureError, RankMismatchError, first_difference
 from lightning_bucketddp.peers.diagnose import Failure
+from lightning_bucketddp.peers.encoding import decode, encode
 from lightning_bucketddp.peers.end_signals import end_signals
 from lightning_bucketddp.peers.names import in_words, this_process
-from lightning_bucketddp.peers.records import decode, encode
 from lightning_bucketddp.peers.status import Phase, Status
 
 _PROBLEM = "problem: "
@@ -214,7 +214,7 @@ class Peers:
             for status in self._roll_call.ask(self.number):
                 if status.heard and status.rank != self.rank:
                     found.setdefault(status.position.step, []).append(status.rank)
-        return ", ".join(f"{in_words(sorted(ranks))} in step {step}" for step, ranks in sorted(found.items()))
+        return ", ".join(f"{self.in_words(sorted(ranks))} in step {step}" for step, ranks in sorted(found.items()))
 
     # -- failures ------------------------------------------------------------------------------------
 
@@ -287,7 +287,7 @@ class Peers:
         self._listener.leave()
         self._listener.publish(Failure(told or f"{self.name} failed while it waited for {awaited}: {why}"))
         text = f"rank {self.rank}: waiting for {awaited} failed in pass {self.position.pass_number}: {cause} ({why})"
-        raise PeerFailureError(f"{text}\n{self._roll_call.report}".rstrip()) from error
+        raise PeerFailureError(f"{self._roll_call.stuck_report}\n{text}".lstrip()) from error  # the cause stands last
 
 
 class Failing:

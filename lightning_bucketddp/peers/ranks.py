@@ -118,5 +118,5 @@ class Ranks:
         failed = {rank: found for rank, found in enumerate(everyone) if found is not None}
         if failed:
             kind, message = next(iter(failed.values()))
-            raise kind(f"{what} failed on rank {', '.join(map(str, failed))}: {message}") from problem
+            raise kind(f"{what} failed on {self.peers.in_words([*failed])}: {message}") from problem
         return result

@@ -17,8 +17,8 @@ from operator import attrgetter, itemgetter, truth
 from torch.distributed import Store  # type: ignore[attr-defined]  # documented, not in __all__
 
 from lightning_bucketddp.peers.diagnose import Failure
+from lightning_bucketddp.peers.encoding import decode, encode
 from lightning_bucketddp.peers.names import Process, in_words
-from lightning_bucketddp.peers.records import decode, encode
 from lightning_bucketddp.peers.status import Frame, Status
 from lightning_bucketddp.peers.timed_store import TimedStore
 
@@ -39,14 +39,14 @@ class News:
         number: How many changes there were.
         by: The rank that made the last one.
         failure: The first failure of the last run that failed.
-        report: The last report of ranks that wait; empty if there was none.
+        stuck_report: The last report of ranks that wait; empty if there was none.
         end: Whether the rank ends that may serve the store.
     """
 
     number: int = 0
     by: int = -1
     failure: Failure = field(default_factory=Failure)
-    report: str = ""
+    stuck_report: str = ""
     end: bool = False
 
 
@@ -66,7 +66,7 @@ class RollCall:
         failure: The failure by which this rank goes: the one of the news, or one that it has found alone.
         statuses: This rank's records: one that belongs to no wrapper, then those of all wrappers by number, closed ones
             too, as others may still ask for them.
-        report: The last report of ranks that wait; empty if this rank has got further since.
+        stuck_report: The last report of ranks that wait; empty if this rank has got further since.
         processes: Where ranks run, as far as this one has read their records.
     """
 
@@ -79,7 +79,7 @@ class RollCall:
         self.news, self._lock = News(), threading.RLock()  # a collected group's end may come in between
         self.failure = Failure()
         self._heard = deque([(0, 0.0)], maxlen=64)  # the last news, and when this rank heard of them
-        self.report, self.report_after = "", report_after
+        self.stuck_report, self.report_after = "", report_after
         self.processes: dict[int, Process] = {}
         self._gone: set[int] = set()  # ranks that listen no more: they have ended training in all wrappers
 
@@ -109,9 +109,9 @@ class RollCall:
             if self.news is not before:
                 self._heard.append((news.number, time.monotonic()))
         self.know(self.news.failure)
-        if self.news.report != before.report:
-            self.report = self.news.report
-            _log.warning("%s", self.report)
+        if self.news.stuck_report != before.stuck_report:
+            self.stuck_report = self.news.stuck_report
+            _log.warning("%s", self.stuck_report)
 
     def change(self, edit: Callable[[News], News | None]) -> bool:
         """Change the news, and wake all ranks.

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from lightning_bucketddp.comm.groups import started_collectives
 from lightning_bucketddp.peers.diagnose import Failure, diagnose
-from lightning_bucketddp.peers.report import report, waits
 from lightning_bucketddp.peers.roll_call import RollCall
+from lightning_bucketddp.peers.stuck import stuck_report, waits
 from lightning_bucketddp.peers.timed_store import STORE_SILENT
 
 _LOOK_SECONDS = 1.0
@@ -55,7 +55,7 @@ class Watch:
         while not self.closed.wait(seconds := min(self.roll_call.report_after / 10, _LOOK_SECONDS)):
             here = self._progress()
             if here != before:
-                self.roll_call.report = ""
+                self.roll_call.stuck_report = ""
             if here != before or (wrapper := self._waiting_wrapper()) is None:
                 before, waited, due, ask = here, 0.0, self.roll_call.report_after, _LOOK_SECONDS
                 continue
@@ -100,9 +100,9 @@ class Watch:
                 return
             statuses = roll_call.ask(wrapper)
             if self._progress() == here and not self.closed.is_set():  # else the others came while ranks answered
-                text = report(statuses, roll_call.rank, waited)
-                roll_call.change(lambda news: replace(news, report=text))
+                text = stuck_report(statuses, roll_call.rank, waited)
+                roll_call.change(lambda news: replace(news, stuck_report=text))
         except RuntimeError:  # this rank reports alone
             alone, why = [roll_call.records()[wrapper]], roll_call.server(STORE_SILENT)
-            roll_call.report = report(alone, roll_call.rank, waited, why)
-            _log.warning("%s", roll_call.report)
+            roll_call.stuck_report = stuck_report(alone, roll_call.rank, waited, why)
+            _log.warning("%s", roll_call.stuck_report)

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from lightning_bucketddp.comm.host_copy import HostCopy
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.layout.options import OnDifference
+from lightning_bucketddp.layout.require import listed
 from lightning_bucketddp.peers.agreement import RankMismatchError
 from lightning_bucketddp.peers.control import ControlExchange
 from lightning_bucketddp.peers.names import in_words
@@ -38,9 +39,6 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _FACTOR = -7046029254386353131
 """An odd number of 64 bits without a pattern (2 ** 64 divided by the golden ratio). Its odd multiples are weights."""
-
-_SHOWN = 3
-"""How many parameters an error names."""
 
 _STEPS = 8
 """How many steps of optimizers are compared. They may step in turn, or several times between two passes."""
@@ -137,7 +135,7 @@ class RanksCheck(Participant):
         names, device = [name for name, _ in self._params], self._params[0][1].device
         options = list(self._options)
         self._options.clear()
-        of_params = [_sum_of_bits(param).to(device, torch.int64) for _, param in self._params]
+        of_params = [sum_of_bits(param).to(device, torch.int64) for _, param in self._params]
         sums = torch.stack([*of_params, _sum_of_options(options, device)])
         weights = torch.arange(1, 2 * len(sums), 2, device=device) * _FACTOR
         of_ranks = HostCopy(self._gathered((sums * weights).sum()))
@@ -169,14 +167,13 @@ class RanksCheck(Participant):
 
     def _about_parameters(self, comparison: _Comparison, differ: Tensor) -> str:
         found = [name for name, differs in zip(comparison.names, differ.any(0).tolist(), strict=True) if differs]
-        listed = ", ".join(map(repr, found[:_SHOWN])) + (", ..." if len(found) > _SHOWN else "")
         others = in_words([rank for rank, differs in enumerate(differ.any(1).tolist()) if differs])
         return (
             f"rank {self._peers.rank}: expected the same parameters on all ranks, found {len(found)} of "
-            f"{len(comparison.names)} that differ in pass {comparison.number}: {listed}; {others} and rank 0 differ. "
-            "Some rank changed them by itself: in forward (nn.Embedding(max_norm=...), an initialisation from data), "
-            "or in a step on gradients that were not averaged (of torch.autograd.grad). Change them alike on all "
-            "ranks; broadcast_params() gives all ranks those of rank 0"
+            f"{len(comparison.names)} that differ in pass {comparison.number}: {listed(found)}; {others} and rank 0 "
+            "differ. Some rank changed them by itself: in forward (nn.Embedding(max_norm=...), an initialisation from "
+            "data), or in a step on gradients that were not averaged (of torch.autograd.grad). Change them alike on "
+            "all ranks; broadcast_params() gives all ranks those of rank 0"
         )
 
     def _about_options(self, comparison: _Comparison) -> str:
@@ -203,8 +200,8 @@ class RanksCheck(Participant):
         return self._ranks.gather(mine, "the comparison of parameters", Phase.PASS)
 
 
-def _sum_of_bits(param: Tensor) -> Tensor:
-    """The sum of a parameter's elements, taken for integers."""
+def sum_of_bits(param: Tensor) -> Tensor:
+    """The sum of a tensor's elements, taken for integers of their size."""
     values = param.detach()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
@@ -229,5 +226,5 @@ def _sum_of_options(options: Sequence[dict[str, Any]], device: torch.device) -> 
     total = torch.full((), zlib.crc32(words.encode()), dtype=torch.int64, device=device)
     for _, value in pairs:
         if isinstance(value, Tensor):
-            total = total * _FACTOR + _sum_of_bits(value).to(device, torch.int64)
+            total = total * _FACTOR + sum_of_bits(value).to(device, torch.int64)
     return total

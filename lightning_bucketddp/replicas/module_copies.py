@@ -144,10 +144,14 @@ def require_no_collectives(module: nn.Module) -> None:
     Raises:
         ValueError: If a layer has. The message names it.
     """
-    for name, part in module.named_modules():
-        if isinstance(part, nn.SyncBatchNorm):
-            raise ValueError(
-                f"expected a module without collectives of its own, found SyncBatchNorm {name!r}: replicas are threads "
-                "and would start collectives in any order. Use BatchNorm, which normalises each replica's samples, or "
-                'one process per device, as with strategy="bucketddp"'
-            )
+    if (name := first_sync_batchnorm(module)) is not None:
+        raise ValueError(
+            f"expected a module without collectives of its own, found SyncBatchNorm {name!r}: replicas are threads and "
+            "would start collectives in any order. Use BatchNorm, which normalises each replica's samples, or one "
+            'process per device, as with strategy="bucketddp"'
+        )
+
+
+def first_sync_batchnorm(module: nn.Module) -> str | None:
+    """The name of a module's first ``SyncBatchNorm`` layer; None if it has none."""
+    return next((name for name, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)), None)

@@ -11,9 +11,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BatchSizeFinder as LightningsFinder
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.memory import is_oom_error
-from torch.nn import SyncBatchNorm
 from typing_extensions import override
 
+from lightning_bucketddp.replicas.module_copies import first_sync_batchnorm
 from lightning_bucketddp.trainer.replaced import replaced
 
 _CALLS = ("batch_to_device", "training_step", "backward", "validation_step", "test_step", "predict_step")
@@ -52,7 +52,7 @@ class BatchSizeFinder(LightningsFinder):
 
     def _require_possible(self, trainer: Any, pl_module: pl.LightningModule, trials: "_Trials") -> None:
         """Require that ranks search alike, and can end a trial together. All ranks call this."""
-        if not pl_module.automatic_optimization or any(isinstance(each, SyncBatchNorm) for each in pl_module.modules()):
+        if not pl_module.automatic_optimization or first_sync_batchnorm(pl_module) is not None:
             raise MisconfigurationException(
                 "expected automatic optimisation and no SyncBatchNorm for BatchSizeFinder, found one of the two "
                 "otherwise: a rank that runs out of memory could not take part in what the others wait for. Search "

@@ -15,6 +15,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_bucketddp.layout.require import listed
+
 CHECKPOINT_KEY = "bucketddp_trainable"
 
 Trainable = dict[str, dict[str, bool]]
@@ -68,7 +70,7 @@ def restore_trainable(checkpoint: Mapping[str, Any], module: pl.LightningModule)
     if not resumed:
         if unfrozen:
             rank_zero_warn(
-                f"{_listed(unfrozen)} trainable when the checkpoint was saved and frozen now. No BaseFinetuning "
+                f"{_are(unfrozen)} trainable when the checkpoint was saved and frozen now. No BaseFinetuning "
                 "callback is resumed, so they stay frozen; unfreeze them if they are to be trained"
             )
         return
@@ -78,7 +80,7 @@ def restore_trainable(checkpoint: Mapping[str, Any], module: pl.LightningModule)
         now[name].requires_grad_(before[name])
     for names, state in ((unfrozen, "trainable"), (frozen, "frozen")):
         if names:
-            rank_zero_info(f"Resumed fine-tuning: {_listed(names)} {state} again, as when the checkpoint was saved")
+            rank_zero_info(f"Resumed fine-tuning: {_are(names)} {state} again, as when the checkpoint was saved")
 
 
 def _batch_norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
@@ -86,6 +88,5 @@ def _batch_norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
     return ((name, part) for name, part in module.named_modules() if isinstance(part, _BatchNorm))
 
 
-def _listed(names: list[str], most: int = 3) -> str:
-    shown = ", ".join(map(repr, names[:most])) + (", …" if len(names) > most else "")
-    return f"{len(names)} parameters ({shown}) are" if len(names) > 1 else f"1 parameter ({shown}) is"
+def _are(names: list[str]) -> str:
+    return f"{len(names)} parameters ({listed(names)}) are" if len(names) > 1 else f"1 parameter ({listed(names)}) is"

@@ -31,12 +31,13 @@ class PassTimes(Participant):
         wrapper: The wrapper whose passes are measured from now on.
 
     Attributes:
+        peers: The other ranks.
         passes: The synchronised passes since the last exchange: when the first bucket was launched, when backward
             ended, when gradients were published. Their number is the same on every rank.
     """
 
     def __init__(self, wrapper: BucketDDPInTrainer) -> None:
-        self._ranks, self._peers = wrapper._runtime.ranks, wrapper._passes.peers
+        self._ranks, self.peers = wrapper._runtime.ranks, wrapper._passes.peers
         self._device = wrapper.device
         self._launched: Any = None  # times: events on accelerators, else seconds
         self._backward_ended: Any = None
@@ -71,7 +72,7 @@ class PassTimes(Participant):
 
     def skip(self) -> None:
         """Begin a step now; what came before belongs to none."""
-        self._step_began, self._waited_before = time.perf_counter(), self._peers.here.waited
+        self._step_began, self._waited_before = time.perf_counter(), self.peers.here.waited
 
     def step_ended(self) -> None:
         """Add up a step. The next one begins."""
@@ -201,12 +202,14 @@ class CommunicationMonitor(Callback):
         if self._own_steps < SLOW_STEPS:
             return
         each, median = (1e3 * seconds / self._own_steps for seconds in (self._own, self._own.median()))
+        assert self._times is not None
         for rank in (each > SLOW_FACTOR * median).nonzero().flatten().tolist():
             if rank not in self._named:
                 self._named.add(rank)
                 rank_zero_warn(
-                    f"rank {rank} is slower than the others, which wait for it: in the last {self._own_steps} steps it "
-                    f"took {each[rank]:.1f} ms a step without waiting, the median of the ranks is {median:.1f} ms. "
-                    "Compare its device, its other processes and its data with theirs. This is not repeated for it"
+                    f"{self._times.peers.in_words([rank])} is slower than the others, which wait for it: in the last "
+                    f"{self._own_steps} steps it took {each[rank]:.1f} ms a step without waiting, the median of the "
+                    f"ranks is {median:.1f} ms. Compare its device, its other processes and its data with theirs. This "
+                    "is not repeated for it"
                 )
         self._own, self._own_steps = torch.zeros(()), 0

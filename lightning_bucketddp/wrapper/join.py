@@ -16,6 +16,7 @@ from lightning_bucketddp.optim.swap import restart_masters
 from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.passes import Passes
+from lightning_bucketddp.replicas.module_copies import first_sync_batchnorm
 from lightning_bucketddp.wrapper.module_buffers import ModuleBuffers
 from lightning_bucketddp.wrapper.module_params import ModuleParams
 
@@ -110,12 +111,11 @@ class UnevenInputs(JoinHook):
         Raises:
             ValueError: If a ``SyncBatchNorm`` or a sharded optimizer needs it.
         """
-        for name, layer in self._params.module.named_modules():
-            if isinstance(layer, nn.SyncBatchNorm):
-                raise ValueError(
-                    "expected throw_on_early_termination=True with a SyncBatchNorm, found False: "
-                    f"{name!r} would wait for ranks that have no data left"
-                )
+        if (name := first_sync_batchnorm(self._params.module)) is not None:
+            raise ValueError(
+                "expected throw_on_early_termination=True with a SyncBatchNorm, found False: "
+                f"{name!r} would wait for ranks that have no data left"
+            )
         if self._options.shard_optimizer:
             raise ValueError(
                 "expected throw_on_early_termination=True with shard_optimizer=True, found False: nobody would update "

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.layout.plan import ParamSpec
+from lightning_bucketddp.layout.require import listed
 from lightning_bucketddp.optim.param_buffers import require_own_values
 from lightning_bucketddp.optim.swap import holders_of_masters
 from lightning_bucketddp.peers.agreement import Entry, WrapError
@@ -212,7 +213,7 @@ class ModuleParams:
         for holder in holders_of_masters(replaced):
             raise WrapError(
                 f"parameters were replaced after the module was wrapped, and {type(holder).__name__} has fp32 masters "
-                f"of the old ones{_listed(replaced.values())}; make a new optimizer of the new parameters"
+                f"of the old ones{_in_brackets(replaced.values())}; make a new optimizer of the new parameters"
             )
         before = {id(self.module), *map(id, self._members_before)}
         if self._options.shard_optimizer:
@@ -222,7 +223,8 @@ class ModuleParams:
             if held := [replaced[id(param)] for param in params if id(param) in replaced]:
                 warnings.warn(
                     f"parameters were replaced after the module was wrapped. {type(optimizer).__name__} still holds "
-                    f"the old ones{_listed(held)}: make a new optimizer, or give it the new ones by add_param_group()",
+                    f"the old ones{_in_brackets(held)}: make a new optimizer, or give it the new ones by "
+                    "add_param_group()",
                     stacklevel=2,
                 )
         self._look_up_buffers(self._look_up(), before)
@@ -246,7 +248,7 @@ class ModuleParams:
         if odd:
             raise WrapError(
                 "parameters were added, replaced or re-typed after the module was wrapped, and the optimizer has "
-                f"shards of the old ones{_listed(dict.fromkeys(odd))}; do it before training, in a Trainer before "
+                f"shards of the old ones{_in_brackets(dict.fromkeys(odd))}; do it before training, in a Trainer before "
                 "fit(); or close() the wrapper, wrap again and make a new optimizer"
             )
         return [param for number, (_, param) in now.items() if number not in known]
@@ -265,7 +267,6 @@ def _set_grad_dtype(param: nn.Parameter, dtype: torch.dtype | None) -> None:
         param.grad = grad if dtype is None else grad.to(dtype)
 
 
-def _listed(names: Iterable[str], most: int = 3) -> str:
-    names = list(names)
-    shown = ", ".join(map(repr, names[:most])) + (", ..." if len(names) > most else "")
-    return f" ({shown})" if names else ""
+def _in_brackets(names: Iterable[str]) -> str:
+    shown = listed(names)
+    return f" ({shown})" if shown else ""

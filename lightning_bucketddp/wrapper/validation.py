@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_bucketddp.grads.hooks import is_reducers_own
 from lightning_bucketddp.peers.agreement import WrapError
+from lightning_bucketddp.replicas.module_copies import first_sync_batchnorm
 from lightning_bucketddp.wrapper.sync_batchnorm import SyncBatchNorm
 
 
@@ -154,12 +155,11 @@ def require_no_sync_batchnorm(module: nn.Module, found: str, absent: str) -> Non
     Raises:
         ValueError: If a ``SyncBatchNorm`` has.
     """
-    for name, layer in module.named_modules():
-        if isinstance(layer, nn.SyncBatchNorm):
-            raise ValueError(
-                f"expected no SyncBatchNorm with {found}, found {name!r}: in its collectives the other ranks would "
-                f"wait for one that {absent}. Leave one of the two out"
-            )
+    if (name := first_sync_batchnorm(module)) is not None:
+        raise ValueError(
+            f"expected no SyncBatchNorm with {found}, found {name!r}: in its collectives the other ranks would wait "
+            f"for one that {absent}. Leave one of the two out"
+        )
 
 
 def input_device(

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from datetime import timedelta
 from functools import partial
 from itertools import cycle, product
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from tests.lightning_models import Regression, data, ours, trainer
 from tests.pool import TIMEOUT, RunRanks
+from tests.reference import everyones
 
 PLACES = [
     "forward",
@@ -31,7 +33,12 @@ PLACES = [
 AFTER_THE_LAST_WAIT = ("end of fit", "teardown")
 """The others may have ended by then."""
 
-WAYS = ["raises", "killed", "SIGTERM"]
+WAYS = {"raises": None, "killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "SIGTERM": signal.SIGTERM}
+"""How rank 1 fails: the signal that it gets."""
+
+SOON = timedelta(seconds=8)
+"""The timeout of collectives where a rank is stopped: nothing but that tells."""
+
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sharded": {"shard_optimizer": True},
@@ -69,9 +76,9 @@ class Fails(Regression):
 
     def at(self, place: str) -> None:
         if place == self.place and self.global_rank == 1 and self.trainer.global_step >= STEP:
-            if self.how == "raises":
+            if (sent := WAYS[self.how]) is None:
                 raise ArithmeticError("no luck today")
-            os.kill(os.getpid(), signal.SIGKILL if self.how == "killed" else signal.SIGTERM)
+            os.kill(os.getpid(), sent)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.at("forward")
@@ -109,6 +116,12 @@ def train(folder: Path, place: str, how: str, kind: str) -> None:
 def fails(folder: str, place: str, how: str, kind: str) -> tuple[str, float]:
     """What this rank's error says, and how long after the beginning of the failing fit it came."""
     fine, failing = Path(folder, "fine"), Path(folder, "failing")
+    pids = everyones(os.getpid())
+    if how == "stopped":
+        rank = dist.get_rank()
+        dist.destroy_process_group()
+        store = dist.FileStore(f"{folder}/store", len(pids))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=len(pids), timeout=SOON)
     train(fine, "", how, kind)
     began, said = time.monotonic(), ""
     try:
@@ -117,6 +130,8 @@ def fails(folder: str, place: str, how: str, kind: str) -> tuple[str, float]:
         said = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     took = time.monotonic() - began
     if dist.get_rank() == 0:
+        if how == "stopped":
+            os.kill(pids[1], signal.SIGKILL)
         for path in sorted(failing.glob("*.ckpt")):
             saved, expected = (torch.load(each / path.name)["state_dict"] for each in (failing, fine))
             assert all(torch.equal(value, expected[name]) for name, value in saved.items()), path.name

@@ -27,7 +27,7 @@ from tests.fixtures.checkpoints import EPOCHS, FOLDER, KINDS, At, held, precisio
 from tests.models import AllKinds
 from tests.optim.common import OPTIMIZERS, TINY, assert_close, assert_equal, stepped, two_groups
 from tests.pool import RunRanks, case, on_ranks
-from tests.reference import drift, everyones
+from tests.reference import WHERE, drift, everyones
 from tests.sampling import some_slow
 
 
@@ -316,9 +316,9 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path: Path) -> None:
     ):
         ours.save_sharded(tmp_path / "new", [stranger])
     raising = declare_element_wise(RaisingOnce)([module.layer.weight], lr=0.1)
-    with pytest.raises(RuntimeError, match="failed on rank 1: KeyError: 'no state'"):
+    with pytest.raises(RuntimeError, match=f"failed on rank 1{WHERE}: KeyError: 'no state'"):
         ours.save_sharded(tmp_path / "new", [raising])
-    with pytest.raises(RuntimeError, match="failed on rank 0: "):
+    with pytest.raises(RuntimeError, match=f"failed on rank 0{WHERE}: "):
         ours.save_sharded(tmp_path / "new", [], extra={"cannot be pickled": lambda: None})
     assert not (tmp_path / "new").exists()
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from lightning_bucketddp.comm import collectives, host_copy, work
 from lightning_bucketddp.peers.diagnose import diagnose, silent
-from lightning_bucketddp.peers.report import report, waits
 from lightning_bucketddp.peers.status import Phase, Position, Status
+from lightning_bucketddp.peers.stuck import stuck_report, waits
 
 NAMES = ("stem.weight", "head.weight")
 IN_PASS = {"phase": Phase.PASS, "what": "the gradients of 'head.weight'", "pass_number": 6}
@@ -242,7 +242,7 @@ def test_a_report_says_who_has_not_come_and_where_each_rank_is() -> None:
     ranks += [Status(6, at, ended=True, silent_for=1.0), Status(7, at, stack=waiting)]
     outer, inner = (f"    {file}:{line} in {name}: " for file, line, name in TRAINS[::-1])
     calls = [f"{outer}?", f'{inner}"""{__doc__}"""']
-    assert report(ranks, 2, 60.2).splitlines() == [
+    assert stuck_report(ranks, 2, 60.2).splitlines() == [
         "rank 2 has waited for 60 s: ranks 3 to 4, 6 did not come. Where ranks are (the innermost call last):",
         "  rank 3: not waiting, in step 7, pass 6",
         *calls,
@@ -254,16 +254,18 @@ def test_a_report_says_who_has_not_come_and_where_each_rank_is() -> None:
         *calls,
     ]
     late = [replace(ranks[4], process=("node17", 4711)), ranks[0]]
-    assert "rank 3 (host node17, pid 4711) did not come" in report(late, 0, 5)
-    assert "5 s: all ranks wait, for different things" in report(ranks[:4], 0, 5)
+    assert "rank 3 (host node17, pid 4711) did not come" in stuck_report(late, 0, 5)
+    assert "5 s: all ranks wait, for different things" in stuck_report(ranks[:4], 0, 5)
     deep = [("own.py", 1, "f"), *[(C10D, 1, "g")] * 5, ("own.py", 1, "h")]
     calls = ["own.py:1 in h", *[f"{C10D}:1 in g"] * 3, "own.py:1 in f"]
-    assert [line.strip().split(": ")[0] for line in report([Status(0, stack=deep)], 1, 1).splitlines()[2:]] == calls
+    assert [
+        line.strip().split(": ")[0] for line in stuck_report([Status(0, stack=deep)], 1, 1).splitlines()[2:]
+    ] == calls
     of_package = str(Path(work.__file__).parent.parent / "reducer" / "passes.py")  # as in an editable install
     outer = [("own.py", 1, "f"), *[(of_package, 1, "g")] * 5, ("own.py", 1, "h")]
     innermost = [(work.__file__, 1, "wait"), (contextlib.__file__, 1, "__exit__"), (of_package, 1, "finish")]
     for status in (Status(0, stack=outer), Status(0, waiting_for="x", stack=[*innermost, *outer])):
-        calls = [line.strip().split(": ")[0] for line in report([status], 1, 1).splitlines()[2:]]
+        calls = [line.strip().split(": ")[0] for line in stuck_report([status], 1, 1).splitlines()[2:]]
         assert calls == ["own.py:1 in h", *[f"{of_package}:1 in g"] * 3, "own.py:1 in f"]
     many = [Status(rank, stack=[("a.py", rank, "f")]) for rank in range(100)]
-    assert report(many, 0, 1).count("a.py") == 8, "at most so many stacks"
+    assert stuck_report(many, 0, 1).count("a.py") == 8, "at most so many stacks"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_bucketddp.peers.names import Process, in_words, this_process
-from lightning_bucketddp.peers.report import ends_in_wait, shortened
+from lightning_bucketddp.peers.stuck import ends_in_wait, shortened
 
 ON_TWO_HOSTS: dict[int, Process] = {rank: (f"node{rank // 4}", 100 + rank) for rank in range(8)}
 

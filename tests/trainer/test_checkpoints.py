@@ -193,7 +193,7 @@ def test_resumed_fine_tuning_continues_with_the_trainable_parameters(tmp_path: A
             assert drift(model) == 0
 
 
-PARAMETERS = "5 parameters ('backbone.conv1.weight', 'backbone.norm.weight', 'backbone.norm.bias', …) are trainable "
+PARAMETERS = "5 parameters ('backbone.conv1.weight', 'backbone.norm.weight', 'backbone.norm.bias', ...) are trainable "
 RESUMED = f"Resumed fine-tuning: {PARAMETERS}again, as when the checkpoint was saved"
 FROZEN = f"{PARAMETERS}when the checkpoint was saved and frozen now. No BaseFinetuning"
 

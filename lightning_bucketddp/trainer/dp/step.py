@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lightning_bucketddp.reducer.ranks_check import sum_of_bits
 from lightning_bucketddp.replicas.replicas import Replicas, parallel_apply
 from lightning_bucketddp.trainer.dp.batch_division import Shards
 from lightning_bucketddp.trainer.dp.merging import LogBook, merge
@@ -19,9 +20,6 @@ from lightning_bucketddp.trainer.dp.metrics import StepMetrics
 
 _COMPARED = 3
 """In the first steps of each kind the values of parameters are compared, in later ones only version counters."""
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integers that a tensor's bits are added up as, by the bytes of one element."""
 
 
 class ReplicaSteps:
@@ -98,9 +96,7 @@ def _state(param: Tensor, by_value: bool) -> tuple[int, int]:
     """Return what shows that a tensor was changed: its version, and by value the sum of its bits."""
     version = 0 if param.is_inference() else param._version  # private; changes of `.data` leave it
     plain = type(param) in (Tensor, nn.Parameter) and param.layout is torch.strided
-    if not by_value or not plain or param.itemsize not in _INTEGERS:
-        return version, 0
-    return version, int(param.detach().view(_INTEGERS[param.itemsize]).sum(dtype=torch.int64))
+    return version, int(sum_of_bits(param)) if by_value and plain else 0
 
 
 def _place(replica: nn.Module, device: torch.device) -> None:

@@ -37,7 +37,7 @@ def waits(status: Status) -> bool:
     return status.heard and (bool(status.waiting_for) or in_collective)
 
 
-def report(statuses: Sequence[Status], rank: int, seconds: float, why: str = "") -> str:
+def stuck_report(statuses: Sequence[Status], rank: int, seconds: float, why: str = "") -> str:
     """Say which ranks did not come, and where each rank is.
 
     Args:
@@ -49,12 +49,13 @@ def report(statuses: Sequence[Status], rank: int, seconds: float, why: str = "")
     late = {status.rank: status.process for status in statuses if not waits(status)}
     all_wait = "all ranks wait, for different things or the network"
     why = why or (f"{in_words(sorted(late), late)} did not come" if late else all_wait)
+    processes = {status.rank: status.process for status in statuses}
     places: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for status in sorted(statuses, key=lambda status: (waits(status), status.rank)):
         places.setdefault((_place(status), _calls(status) if status.heard else ()), []).append(status.rank)
     lines = [f"rank {rank} has waited for {seconds:.0f} s: {why}. Where ranks are (the innermost call last):"]
     for number, ((place, calls), ranks) in enumerate(places.items()):
-        lines.append(f"  {in_words(ranks)}: {place}")
+        lines.append(f"  {in_words(ranks, processes)}: {place}")
         lines += calls if number < _MOST_STACKS else ()
     return "\n".join(lines)
 

@@ -15,7 +15,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.peers.abort_listener import listen
 from lightning_bucketddp.peers.agreement import Entry
 from lightning_bucketddp.peers.diagnose import Failure
-from lightning_bucketddp.peers.records import decode, encode
+from lightning_bucketddp.peers.encoding import decode, encode
 from lightning_bucketddp.peers.roll_call import News, RollCall
 from lightning_bucketddp.peers.status import Phase, Position, Status
 from tests.models import Mlp
