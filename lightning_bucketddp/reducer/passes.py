@@ -47,11 +47,9 @@ class Passes:
         self._context, self.peers, self.joining = context, context.ranks.peers, context.joining
         self.wrapped = Wrapped(context, hook, others, self.open_by_gradient)
         self.synchronise = True
-        self._root_synchronises = True
-        # The number of passes at the last no_sync() or finish_reduction(). If it is higher now, backward has reduced.
-        self._left_to_finish = 0
-        self._end_queued = False
-        self._guarded = False  # inside backward_pass(), whose caller sees an exception itself
+        # Whether the backward that runs now synchronises, as its root decided; None while no end of one is queued.
+        self._backward_synchronises: bool | None = None
+        self._passes_before_no_sync = self._passes_before_finish = 0  # numbers of passes at the last calls
 
     @property
     def reducer(self) -> Reducer:
@@ -67,7 +65,7 @@ class Passes:
         """Say whether gradients of the passes that follow are reduced."""
         self.synchronise = synchronise
         if not synchronise:
-            self._left_to_finish = self.peers.position.pass_number
+            self._passes_before_no_sync = self.peers.position.pass_number
 
     # -- steps ---------------------------------------------------------------------------------------
 
@@ -130,31 +128,34 @@ class Passes:
             if self.reducer.this_pass is None:
                 if not param.requires_grad:
                     return  # frozen since forward: autograd calls the hook, but accumulates nothing
-                self._open_with(param)
+                if self._backward_synchronises is None:
+                    self._begin_without_root(param)
+                if self._backward_synchronises is not None:
+                    self._open_with(param, self._backward_synchronises)
             this_pass, reducer = self.reducer.this_pass, self.reducer
             if this_pass is not None and id(param) in reducer.table.index_of:  # else the module no longer has it
                 this_pass.recorded.append(param)
                 if len(this_pass.recorded) >= this_pass.notify_after:
                     reducer.gradients_recorded(param)
 
-    def _open_with(self, param: Tensor) -> None:
+    def _begin_without_root(self, param: Tensor) -> None:
+        """Queue the end of a backward that reached no output of forward, unless the module no longer has ``param``."""
+        self.wrapped.take_in_changed()
+        table = self.reducer.table
+        if (index := table.index_of.get(id(param))) is not None:
+            self._queue_end(self.reduces)
+            self._context.divisor.require_root(table.names[index])
+
+    def _open_with(self, param: Tensor, synchronised: bool) -> None:
+        """Open a pass whose first gradient has been accumulated already."""
         table = self.reducer.table
         index = table.index_of[id(param)]
-        if not self.joining.counts() and not self._guarded:
+        if not self.joining.counts():
             raise RuntimeError(not_own_batch(self.peers.rank, table.names[index]))
-        if not self._end_queued:
-            self.wrapped.take_in_changed()
-            if id(param) not in self.reducer.table.index_of:
-                return
-            self._root_synchronises = self.reduces
-            self._queue_end()
-            self._context.divisor.require_root(table.names[index])
-        table = self.reducer.table
-        key = table.key(table.index_of[id(param)])
-        if key >= 0:
+        if (key := table.key(index)) >= 0:
             self.reducer.storage.require_untouched(key)
         try:
-            self._open(Origin.BACKWARD, self._root_synchronises)
+            self._open(Origin.BACKWARD, synchronised)
         except RuntimeError:
             table.pending.add(key)  # dropped with the rest of the pass
             raise
@@ -169,18 +170,15 @@ class Passes:
             synchronised: What the forward decided.
         """
         with self._context.lock:
-            if self._end_queued or self.reducer.by_hand() or self.reducer.state is PassState.CLOSED:
-                return
-            if not self.in_training():
+            begins = self._backward_synchronises is None and self.in_training()
+            if not begins or not self.reducer.takes_part_in_backward():
                 return
             self.wrapped.require_usable()
-            self._root_synchronises = synchronised
-            self._queue_end()
-            if self.reducer.state is not PassState.IDLE:
-                return
-            self.wrapped.before_gradients()
-            if synchronised and self._context.options.find_unused_parameters and accumulates():
-                self._open(Origin.BACKWARD, synchronised)
+            self._queue_end(synchronised)
+            if self.reducer.this_pass is None:
+                self.wrapped.before_gradients()
+                if synchronised and self._context.options.find_unused_parameters and accumulates():
+                    self._open(Origin.BACKWARD, synchronised)
 
     @contextmanager
     def backward_pass(self, loss: Tensor) -> Iterator[None]:
@@ -199,7 +197,6 @@ class Passes:
             return
         self.wrapped.require_idle()
         root = loss.register_hook(partial(self.on_root, synchronised)) if loss.requires_grad else None
-        self._guarded = True
         if synchronised:
             queue.line_up()
         try:
@@ -212,7 +209,6 @@ class Passes:
                         raise
                 self._end_pass()
         finally:
-            self._guarded = False
             queue.leave()
             if root is not None:
                 root.remove()
@@ -249,15 +245,15 @@ class Passes:
 
     # -- ending --------------------------------------------------------------------------------------
 
-    def _queue_end(self) -> None:
+    def _queue_end(self, synchronised: bool) -> None:
         # Only the engine holds the callback. When the callback is deleted without a call, backward has raised.
         BackwardEnd(self._on_engine_end, self._on_engine_dropped).queue()
-        self._end_queued = True
-        if self._root_synchronises:
+        self._backward_synchronises = synchronised
+        if synchronised:
             self._context.queue.line_up()
 
     def _on_engine_end(self) -> None:
-        self._end_queued = False
+        self._backward_synchronises = None
         try:
             self._end_pass()
         except BaseException:
@@ -267,12 +263,10 @@ class Passes:
             self._context.queue.leave()
 
     def _on_engine_dropped(self) -> None:
-        """Backward raised. ``backward_pass`` sees why: its caller may still catch that."""
-        self._end_queued = False
+        """Backward raised."""
+        self._backward_synchronises = None
         self._context.queue.leave()
         self.reducer.backward_raised()
-        if not self._guarded:
-            self.reducer.fail(f"left backward with an exception{self.reducer.awaited_names()}")
 
     def _end_pass(self) -> None:
         state = self.reducer.state
@@ -315,15 +309,19 @@ class Passes:
         Raises:
             RuntimeError: If the ranks cannot go on together.
         """
-        if not self.reducer.by_hand():
-            if self.peers.position.pass_number > self._left_to_finish:
-                self._left_to_finish = self.peers.position.pass_number
-                self.wrapped.require_usable()
-                return
-            self.start_reduction()
-        with self._finishing("a reduction"):
-            self._end_pass()
-        self._left_to_finish = self.peers.position.pass_number
+        by_hand = self.reducer.by_hand()
+        if not by_hand and self._backward_has_reduced():
+            self.wrapped.require_usable()
+        else:
+            if not by_hand:
+                self.start_reduction()
+            with self._finishing("a reduction"):
+                self._end_pass()
+        self._passes_before_finish = self.peers.position.pass_number
+
+    def _backward_has_reduced(self) -> bool:
+        """Whether a pass was synchronised since the last :meth:`finish_reduction`, and since the last ``no_sync``."""
+        return self.peers.position.pass_number > max(self._passes_before_finish, self._passes_before_no_sync)
 
     def shadow_pass(self) -> None:
         """Take part in a synchronised pass as a joined rank, and contribute nothing."""

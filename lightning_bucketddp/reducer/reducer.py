@@ -89,6 +89,10 @@ class Reducer:
         this_pass = self.this_pass
         return self.state is PassState.SYNCHRONISED and this_pass is not None and this_pass.origin is Origin.CALL
 
+    def takes_part_in_backward(self) -> bool:
+        """Whether a backward that begins now is, or is part of, a pass."""
+        return self.state is not PassState.CLOSED and not self.by_hand()
+
     def require_not_by_hand(self) -> None:
         """Refuse what cannot be done during a reduction without a backward."""
         if self.by_hand():
@@ -145,16 +149,19 @@ class Reducer:
             if this_pass is None:
                 return  # another thread has ended it
             self.peers.require_usable()
-            watched = has_other_hooks(param)  # they run after this one, and must find the gradient
             full = self._mark_recorded(this_pass)
-            if full and not watched and self.state is PassState.SYNCHRONISED and self._context.queue.is_first():
+            if full and self._may_launch(param):
                 with self._failing():
                     while (progress := this_pass.next_full()) is not None and self.reduction.ready_for_next():
                         self.launch(this_pass, progress)
             for progress in full:
-                waits_for_end = progress.bucket.flat_with_control is not None
-                if not (progress.launched or (waits_for_end and progress is this_pass.next_to_launch())):
+                if not this_pass.launch_packs(progress):
                     self.storage.pack_and_bind(progress.bucket.slots)
+
+    def _may_launch(self, param: Tensor) -> bool:
+        """Whether full buckets may be launched in the hook of ``param``: now, and before other wrappers' buckets."""
+        # Other hooks run after this one, and must find the gradient.
+        return not has_other_hooks(param) and self._context.queue.is_first()
 
     def _mark_recorded(self, this_pass: Pass) -> list[BucketProgress]:
         """Mark recorded gradients, all at once where they complete a bucket in order; return the full buckets."""
@@ -325,7 +332,10 @@ class Reducer:
     # -- when something is wrong ---------------------------------------------------------------------
 
     def backward_raised(self) -> None:
-        """Note that backward raised. A local pass ends, and keeps its gradients."""
+        """End the pass as backward raised. A local one keeps its gradients; a synchronised one fails.
+
+        Unless it is one of ``backward_pass``, which sees why: its caller may still catch that.
+        """
         if self.this_pass is not None and self.state is PassState.LOCAL:
             with suppress(RuntimeError):  # a gradient that came too late changes nothing now
                 self._mark_recorded(self.this_pass)
@@ -334,6 +344,8 @@ class Reducer:
         if self.state in (PassState.IDLE, PassState.LOCAL):
             self.storage.abandon()
             self._enter(PassState.IDLE)
+        elif self.this_pass is not None and self.this_pass.origin is not Origin.CONTEXT:
+            self.fail(f"left backward with an exception{self._awaited_names()}")
 
     def fail(self, cause: str) -> None:
         """End a synchronised pass that an exception leaves, for good. Without other ranks it is dropped.
@@ -354,7 +366,7 @@ class Reducer:
         this_pass.notify_after = 1  # the next gradient raises
         self.peers.fail(cause)
 
-    def awaited_names(self) -> str:
+    def _awaited_names(self) -> str:
         """Which gradients are still to come in the open pass, in words; empty if none are."""
         missing = [] if self.this_pass is None else self.this_pass.missing()
         names = [self.table.specs[slot].name for slot in missing]

@@ -140,6 +140,11 @@ class Pass:
         progress = self.next_to_launch()
         return None if progress is None or progress.missing or progress.bucket.held_back else progress
 
+    def launch_packs(self, progress: BucketProgress) -> bool:
+        """Whether its launch packs a full bucket: it was launched, or is next and only awaits the control vector."""
+        awaits_control = progress.bucket.flat_with_control is not None and progress is self.next_to_launch()
+        return progress.launched or awaits_control
+
     def awaiting(self) -> Iterator[BucketProgress]:
         """Yield each active bucket to a caller that waits for it, and note it in ``awaited``."""
         for progress in self.active:
