@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 NURSERIES = {
     "cpu": {},
     "accelerator": {DEVICE_BACKEND: "1"},
-    "simulated": {DEVICE_BACKEND: "1", **build.environment()},
+    "simulated": {DEVICE_BACKEND: "1", "SIM_DEVICES": "4", **build.environment()},
 }
 """Of each kind of ranks, variables of its environment."""
 FOLDER = "TESTS_NURSERIES"

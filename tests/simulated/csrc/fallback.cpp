@@ -5,6 +5,8 @@
 // has caught up. Only those whose result's shape depends on values make a real device's host wait, and are counted.
 #include "tensors.h"
 
+#include <ATen/Operators.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Reduction.h>
 #include <ATen/ops/empty.h>
@@ -308,6 +310,14 @@ void convolution_backward(const c10::OperatorHandle& op, Stack* stack) { // the 
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) { // torch's macro calls the library `m`
+  KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(conv2d, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(mse_loss, fp32)
 }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&loss>());
