@@ -34,6 +34,7 @@ class Collectives(Group):
     Attributes:
         device: The device whose tensors travel, if it was given.
         of_stage: The collectives of a group of its own, by the stages of reductions that have one.
+        among_hosts: Whether tensors on the CPU travel, too: the group has a backend for them.
         made_of: The parts into which a group was split, so that a second split gives the same ranks; all ranks of a
             group that was not made so.
 
@@ -54,9 +55,10 @@ class Collectives(Group):
         backends = dist.get_backend_config(self.group)
         # Parts stay for later wrappers, which use them in turn: NCCL waits for all ranks to end one.
         self._keeps_parts = not (self._by_gloo or all(each.endswith("gloo") for each in backends.split(",")))
-        from_cpu = "cpu:" in backends
+        self.among_hosts = "cpu:" in backends
         self.device = device
-        self._sends_from = torch.device("cpu") if from_cpu else device or torch.accelerator.current_accelerator()
+        accelerator = device or torch.accelerator.current_accelerator()
+        self._sends_from = torch.device("cpu") if self.among_hosts else accelerator
 
     # -- parts ---------------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ def build_reducer(
     planner = LayoutPlanner(table, options, collectives.world_size, context.one_machine)
     buckets = Buckets(table, planner)
     storage = _storage(context, table, buckets, planner, hook)
-    trainable = TrainableHistory(table, ranks.peers)
+    trainable = TrainableHistory(table, ranks)
     learner = OrderLearner(table, planner, ranks, sharded=context.groups is not None)
     sparse = SparseGrads(table, ranks, context.divisor, options.max_abs_grad)
     members: list[Participant] = [context.recorder, context.divisor]
@@ -77,7 +77,7 @@ def build_reducer(
     if context.skips is not None:
         context.skips.follow(table, storage)
         members.append(context.skips)
-    members += [learner, context.changes, trainable]
+    members += [trainable, learner, context.changes]  # what is launched is proved before it is learned
     if context.ranks_check is not None:
         context.ranks_check.follow(table)
         members.append(context.ranks_check)

@@ -168,7 +168,7 @@ class Wrapped:
                 self._rebuild()  # a local pass laid it out for another set
         planner, trainable = self.built.planner, self.built.trainable
         since = trainable.note(self.reducer.table.trainable_now())
-        if synchronised and trainable.agree(since):
+        if synchronised and trainable.agree(since, self.context.queue.is_first()):
             if not planner.knows(since):
                 planner.add(since)
             self.built.learner.look_at(since)

@@ -146,6 +146,12 @@ def gan_in_one_wrapper() -> None:
 
 
 @scenario
+def sharded_gan() -> None:
+    net = wrap(nn.Sequential(nn.Linear(8, 24), nn.Linear(24, 4)), shard_optimizer=True)
+    gan(net, net.module[0], net.module[1])
+
+
+@scenario
 def two_wrappers_in_one_backward() -> None:
     nets = [wrap(Branches()), wrap(Mlp())]
     for step in range(3):
