@@ -118,6 +118,8 @@ def part_of(
 ) -> dist.ProcessGroup:
     """Make groups of some of a group's ranks, and return this rank's. All ranks of the group must call this.
 
+    By one call where the backend splits communicators. Elsewhere torch makes one group after the other.
+
     Args:
         group: The group.
         parts: Per new group, its ranks within the group. Every rank is in one of them.
@@ -132,16 +134,36 @@ def part_of(
             "expected a process group of all processes where groups are made of its ranks, found one of "
             f"{group.world_size} of {dist.get_world_size()} processes; use the default group, or leave out async_save"
         )
-    ranks = [list(part) for part in parts]
+    ranks, given = [list(part) for part in parts], backend
     if backend is None and not group.is_default():  # torch's default is the default group's
         backend = dist.get_backend_config(group.group)
 
     def make() -> dist.ProcessGroup:
-        mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout_of(group.group), backend=backend)
+        timeout = timeout_of(group.group)
+        if given is None and splits(group.group):
+            mine = dist.split_group(group.group, ranks, timeout=timeout)
+        else:
+            mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=backend)
+        assert mine is not None, "every rank is in one of them"
         _belongs_to(mine, group.group)
         return mine
 
     return make() if number is None else _made_once(group.group, (str(ranks), backend, number), make)
+
+
+def splits(group: dist.ProcessGroup) -> bool:
+    """Whether ``dist.split_group`` can make parts of a group: an accelerator's alone, with a bound default group.
+
+    A default group that was given a ``device_id`` is bound, and has its communicator already. Lightning gives one.
+    """
+    accelerator, world = torch.accelerator.current_accelerator(), dist.group.WORLD
+    if accelerator is None or getattr(world, "bound_device_id", None) is None:
+        return False
+    if set(dist.get_backend_config(group).split(",")) != {f"{accelerator.type}:{dist.get_backend(group)}"}:
+        return False
+    with suppress(RuntimeError):  # no backend for it
+        return bool(group._get_backend(accelerator).supports_splitting)
+    return False
 
 
 def _made_once(group: dist.ProcessGroup, key: object, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:

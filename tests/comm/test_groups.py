@@ -1,5 +1,6 @@
 """Groups that are made of a group's ranks."""
 
+import inspect
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +10,18 @@ from weakref import WeakSet
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lightning_bucketddp import BucketDDP, PeerFailureError
 from lightning_bucketddp.comm import groups
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.gloo import collectives_of
 from lightning_bucketddp.comm.groups import Group
-from tests.pool import on_ranks
+from lightning_bucketddp.comm.shard_groups import ShardGroups
+from tests.models import Mlp
+from tests.pool import RunRanks, on_ranks
+from tests.reference import group_store, raises_soon
 
 
 @on_ranks(2, fresh=True)
@@ -83,3 +90,84 @@ def test_an_abort_that_stands_still_holds_no_other_up() -> None:
     assert len(aborted) == 2
     assert all(part in aborted for part in parts)
     release.set()
+
+
+def calls_for_64_machines(by_split: bool) -> tuple[list[list[list[int]]], int, list[list[int]]]:
+    """Parts that were split off, how many groups were made one by one, and the ranks of each part of rank 13."""
+    split: list[list[list[int]]] = []
+    new_group = dist.new_group
+
+    def split_group(parent: dist.ProcessGroup, ranks: list[list[int]], **options: Any) -> dist.ProcessGroup:
+        split.append(ranks)
+        return new_group(next(part for part in ranks if 13 in part))
+
+    dist.init_process_group("fake", store=FakeStore(), rank=13, world_size=512)
+    with (
+        patch.object(groups, "splits", lambda group: by_split),
+        patch.object(dist, "split_group", split_group),
+        patch.object(distributed_c10d, "new_group", side_effect=new_group) as made,
+    ):
+        found = ShardGroups(Collectives(None, torch.device("cpu")), 8)
+    parts = [found.inside, found.gathering, found.across]
+    return split, made.call_count, [dist.get_process_group_ranks(each.group) for each in parts if each is not None]
+
+
+@pytest.mark.parametrize("by_split", [False, True])
+def test_all_parts_are_made_by_one_call_where_the_backend_splits(run_ranks: RunRanks, by_split: bool) -> None:
+    ((split, made, ranks),) = run_ranks(1, calls_for_64_machines, by_split, bare=True)
+    machine = [*range(8, 16)]
+    assert ranks == [machine, machine, [*range(5, 512, 8)]]
+    assert made == (0 if by_split else 64 + 64 + 8)
+    assert [len(parts) for parts in split] == ([64, 64, 8] if by_split else [])
+
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "bound", "config", "supported", "expected"),
+    [
+        (CUDA, 0, "cuda:nccl", True, True),
+        (CUDA, None, "cuda:nccl", True, False),
+        (CUDA, 0, "cuda:nccl", False, False),
+        (CUDA, 0, "cpu:gloo,cuda:nccl", True, False),
+        (None, None, "cpu:gloo", True, False),
+    ],
+)
+def test_a_group_is_split_if_it_is_an_accelerators_and_bound(
+    accelerator: torch.device | None, bound: int | None, config: str, supported: bool, expected: bool
+) -> None:
+    group: Any = Named(_get_backend=lambda device: SimpleNamespace(supports_splitting=supported))
+    with (
+        patch.object(torch.accelerator, "current_accelerator", lambda: accelerator),
+        patch.object(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=bound))),
+        patch.object(dist, "get_backend_config", lambda group: config),
+        patch.object(dist, "get_backend", lambda group: "nccl"),
+    ):
+        assert groups.splits(group) is expected
+
+
+def test_torch_still_tells_what_decides_whether_a_group_is_split() -> None:
+    assert isinstance(dist.ProcessGroup.bound_device_id, property)
+    assert isinstance(torch._C._distributed_c10d.Backend.supports_splitting, property)
+    assert {"parent_pg", "split_ranks", "timeout"} <= {*inspect.signature(dist.split_group).parameters}
+
+
+@on_ranks(2, fresh=True)
+def test_a_rank_that_cannot_take_part_in_a_split_is_named() -> None:
+    told = group_store()
+
+    def split_group(parent: dist.ProcessGroup, ranks: list[list[int]], **options: Any) -> dist.ProcessGroup:
+        if dist.get_rank() == 1:
+            raise RuntimeError("no memory for a communicator")
+        told.wait(["rank 1 has raised"])
+        raise RuntimeError("NCCL error: remote process exited or there was a network error")
+
+    words = r"the process groups of this wrapper.*no memory for a communicator"
+    with (
+        patch.object(groups, "splits", lambda group: True),
+        patch.object(dist, "split_group", split_group),
+        raises_soon(PeerFailureError, match=rf"(?s)rank 0: .*rank 1 .*{words}" if dist.get_rank() == 0 else words),
+    ):
+        BucketDDP(Mlp(), shard_optimizer=True)
+    told.set("rank 1 has raised", "")
