@@ -181,9 +181,14 @@ def telling_of_waits(tell: Callable[[], object], phase: Phase = Phase.PASS) -> I
         yield
 
 
+def nodes_of_size(ranks: int) -> AbstractContextManager[object]:
+    """Wrap modules in this context as if so many ranks had a node of their own."""
+    return patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks), LOCAL_RANK="")
+
+
 def several_machines() -> AbstractContextManager[object]:
     """Wrap modules in this context as if each rank had a machine of its own."""
-    return patch.dict(os.environ, LOCAL_WORLD_SIZE="1")
+    return nodes_of_size(1)
 
 
 @contextmanager

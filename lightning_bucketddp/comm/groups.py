@@ -78,6 +78,10 @@ class Group:
         """Whether the group has all processes, in their order. torch makes groups of some ranks together with all."""
         return dist.get_process_group_ranks(self.group) == list(range(dist.get_world_size()))
 
+    def among_all(self) -> tuple[int, int]:
+        """This process's rank among all processes, and their number."""
+        return dist.get_rank(), dist.get_world_size()
+
     def is_default(self) -> bool:
         """Whether the group is the default one, of all processes."""
         return self.group is dist.group.WORLD

@@ -80,9 +80,9 @@ class Options:
         bucket_cap_mb: Largest bucket in MiB; with 0 each parameter has its own. None: 25 MiB if all ranks share one
             machine. On several machines 1/32 of the gradients for two ranks and more for more ranks, from 4 to 25 MiB,
             and from 128 ranks on one parameter more. The first and the last bucket are smaller, except on one machine
-            without accelerators. A Trainer or Fabric with ``num_nodes`` of 2 and more has several machines. Otherwise
-            ranks share one if all have the same host name and ``LOCAL_WORLD_SIZE``, where a launcher sets it, is at
-            least the size of the group.
+            without accelerators. A Trainer or Fabric with ``num_nodes`` of 2 and more says which ranks share a machine.
+            Otherwise ``LOCAL_WORLD_SIZE``, where a launcher sets it to less than the number of all ranks, and
+            ``LOCAL_RANK`` do, and else the host names.
         find_unused_parameters: In plain PyTorch: a rank whose loss reaches no parameter takes part, if its backward
             starts from an output of ``forward``. A Trainer and Fabric do not need it. Parameters without gradients do
             not need it either.

@@ -1,4 +1,4 @@
-"""Whether the ranks share one machine."""
+"""The node on which each rank runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import socket
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from lightning_bucketddp.comm.groups import Group
+from lightning_bucketddp.layout.nodes import Nodes
 from lightning_bucketddp.peers.peers import Peers
 
 
@@ -22,34 +24,35 @@ class Node(NamedTuple):
     ranks: int
 
 
-def on_one_machine(peers: Peers, node: Node | None = None) -> bool:
-    """Whether all ranks share one machine; the same on every rank. All ranks must call this.
-
-    They do if all are on the same machine by name. They do not if only some of the ranks were started here.
+def nodes_of(group: Group, peers: Peers, node: Node | None = None) -> Nodes:
+    """The nodes of all ranks; the same on every rank. All ranks must call this.
 
     Args:
-        peers: The other ranks.
+        group: The group.
+        peers: Its ranks.
         node: This rank's node, if that is known.
     """
-    machines = set(peers.exchange("the machine", machine_name(peers.world_size, os.environ, node)))
-    return len(machines) == 1 and machines != {""}  # some rank knows of ranks on other machines
+    return Nodes(tuple(peers.exchange("the node", node_name(*group.among_all(), os.environ, node))))
 
 
-def machine_name(world_size: int, environment: Mapping[str, str], node: Node | None = None) -> str:
-    """The name of this machine; empty if this rank knows of ranks on other machines.
+def node_name(rank: int, processes: int, environment: Mapping[str, str], node: Node | None = None) -> str:
+    """The name of this rank's node.
 
-    A known node decides. Else the launcher's variable does, and else the host name: cloned machines and containers may
+    A known node decides. Else the launcher's variables do, and else the host name: cloned machines and containers may
     bear the same one.
 
     Args:
-        world_size: Number of ranks in the group.
+        rank: This process's rank among all processes.
+        processes: Number of all processes.
         environment: The environment variables. Launchers such as ``torchrun`` set ``LOCAL_WORLD_SIZE``, the number of
-            ranks that they started here.
+            ranks that they started here, and ``LOCAL_RANK``, this rank's place among them.
         node: This rank's node, if that is known.
     """
     if node is not None:
-        return "" if node.ranks < world_size else f"node {node.rank}"
-    started_here = environment.get("LOCAL_WORLD_SIZE", "")
-    if started_here.isdecimal() and int(started_here) < world_size:
-        return ""
-    return socket.gethostname()
+        return f"node {node.rank} of {node.ranks} ranks"
+    started, place = (environment.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
+    started_here = int(started) if started.isdecimal() else 0
+    if not 0 < started_here < processes:
+        return f"host {socket.gethostname()}"
+    known = place.isdecimal() and int(place) < started_here
+    return f"{started_here} ranks from {rank - (int(place) if known else rank % started_here)} on"

@@ -64,7 +64,7 @@ def build_reducer(
     options, ranks, params = context.options, context.ranks, context.params
     collectives = ranks.collectives
     table = SlotTable(params.named, params.sparse)
-    planner = LayoutPlanner(table, options, collectives.world_size, context.one_machine)
+    planner = LayoutPlanner(table, options, collectives.world_size, context.nodes.one)
     buckets = Buckets(table, planner)
     storage = _storage(context, table, buckets, planner, hook)
     trainable = TrainableHistory(table, ranks)
@@ -85,7 +85,7 @@ def build_reducer(
     context.recorder.follow(table, storage, sparse)
     context.recorder.laid_out(storage.layout)
     reduction = _reduction(context, storage, hook)
-    starts_here = context.one_machine or hook is not None  # hooks are called in the thread that trains
+    starts_here = context.nodes.one or hook is not None  # hooks are called in the thread that trains
     devices = {param.device for param in table.all_params}
     lanes = {device: lane_for(collectives, device, reduction.collectives_each, starts_here) for device in devices}
     reducer = Reducer(table, buckets, storage, reduction, lanes, members, context)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from lightning_bucketddp.comm.lane import Streams, separate_stages
 from lightning_bucketddp.comm.queue import WrapperQueue
 from lightning_bucketddp.comm.shard_groups import ShardGroups
+from lightning_bucketddp.layout.nodes import Nodes
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.peers.control import ControlChannel
 from lightning_bucketddp.peers.ranks import Ranks
@@ -28,7 +29,7 @@ class WrapperContext:
         params: The module's parameters; the same on every rank.
         ranks: The ranks.
         options: The user's options.
-        one_machine: Whether the ranks share one machine; agreed between them.
+        nodes: The nodes of the ranks; agreed between them.
 
     Attributes:
         groups: The groups in which shards travel; None without shards.
@@ -47,7 +48,7 @@ class WrapperContext:
     params: Params
     ranks: Ranks
     options: Options
-    one_machine: bool
+    nodes: Nodes
     streams: Streams = field(default_factory=Streams)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -68,4 +69,4 @@ class WrapperContext:
             self.skips = StepSkips(options, ranks, self.groups, self.device)
         first = collectives if self.groups is None else self.groups.inside
         second = collectives if self.groups is None else self.groups.across
-        separate_stages(collectives, first, second if options.wire_dtype else None, self.device, self.one_machine)
+        separate_stages(collectives, first, second if options.wire_dtype else None, self.device, self.nodes.one)

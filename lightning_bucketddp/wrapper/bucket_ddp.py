@@ -776,7 +776,7 @@ class BucketDDP(nn.Module, Joinable):
     def bucket_bytes_cap(self) -> int:
         """The largest size of a bucket in bytes, unless one parameter is larger; torch DDP's name."""
         caps = self._options.bucket_cap_bytes
-        one_machine, world_size = self._passes.wrapped.context.one_machine, self._runtime.collectives.world_size
+        one_machine, world_size = self._passes.wrapped.context.nodes.one, self._runtime.collectives.world_size
         return max(caps or (default_bucket_cap(self.layout.nbytes, world_size, one_machine),))
 
     @property

@@ -28,7 +28,7 @@ from lightning_bucketddp.optim.optimizers import Optimizers
 from lightning_bucketddp.optim.swap import restart_masters
 from lightning_bucketddp.peers.agreement import Entry, WrapError
 from lightning_bucketddp.peers.end_signals import end_signals
-from lightning_bucketddp.peers.machines import Node, on_one_machine
+from lightning_bucketddp.peers.machines import Node, nodes_of
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.reducer.context import WrapperContext
@@ -99,10 +99,10 @@ class Runtime:
                 buffers = params.named_buffers().values() if options.init_sync_module_buffers else ()
                 ranks.broadcast([*(param for _, param in params.named), *buffers], what)
             wait_for_device(device)  # NCCL splits a communicator for a part only when nothing is under way in it
-        one_machine = on_one_machine(peers, node)
+        nodes = nodes_of(collectives, peers, node)
         links = links_of(module)
         with ranks.waiting_for("the process groups of this wrapper"):
-            context = WrapperContext(params, ranks, options, one_machine)
+            context = WrapperContext(params, ranks, options, nodes)
         self.passes = Passes(context, hook, links, in_training)
         for link in links:
             link.join(peers, self.passes.joining.counts)
@@ -112,7 +112,7 @@ class Runtime:
         self.uneven = UnevenInputs(params, self.passes, self.module_buffers, ranks, options)
         self.optimizers = Optimizers(module, params.optimizers, self.passes, ranks, options)
         layout = self.passes.reducer.storage.layout
-        self.bytes_per_graph = bytes_per_graph(options, layout, collectives.world_size, one_machine)
+        self.bytes_per_graph = bytes_per_graph(options, layout, collectives.world_size, nodes.one)
         for handle in self.optimizers.follow_steps():
             release.callback(handle.remove)
         self._leaf_hooks: list[RemovableHandle] = []

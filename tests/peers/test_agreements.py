@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -13,11 +14,12 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
+from lightning_bucketddp.layout.nodes import Nodes
 from lightning_bucketddp.layout.plan import MIB
-from lightning_bucketddp.peers.machines import Node, machine_name
+from lightning_bucketddp.peers.machines import Node, node_name
 from tests.models import ConvBatchNorm, Mlp
 from tests.pool import case, on_ranks
-from tests.reference import both, inputs_of, raises_soon, without_where
+from tests.reference import both, inputs_of, nodes_of_size, raises_soon, without_where
 
 WEIGHT = "parameter 'layers.0.weight'"
 DIFFERENCES = {
@@ -111,14 +113,39 @@ def test_without_a_process_group_the_error_says_what_to_do() -> None:
         BucketDDP(Mlp())
 
 
-def test_a_group_inside_a_known_node_is_on_one_machine_and_a_larger_one_is_not() -> None:
-    started_by = {"LOCAL_WORLD_SIZE": "4"}
+def nodes_by(processes: int, of_rank: Callable[[int], dict[str, str]]) -> Nodes:
+    """The nodes of ranks on machines with one host name, by their environment variables."""
     with patch.object(socket, "gethostname", lambda: "host"):
-        assert machine_name(4, {}, Node(rank=1, ranks=4)) == machine_name(2, {}, Node(rank=1, ranks=4)) == "node 1"
-        assert machine_name(2, started_by, Node(rank=0, ranks=4)) == "node 0", "another name than that of node 1"
-        assert machine_name(8, {"LOCAL_WORLD_SIZE": "8"}, Node(rank=1, ranks=4)) == ""
-        assert machine_name(4, started_by) == "host"
-        assert machine_name(8, started_by) == ""
+        return Nodes(tuple(node_name(rank, processes, of_rank(rank)) for rank in range(processes)))
+
+
+def test_the_node_of_a_rank_follows_from_the_trainer_then_the_launcher_then_the_host() -> None:
+    known = [node_name(rank, 4, {"LOCAL_WORLD_SIZE": "4"}, Node(rank // 2, 2)) for rank in range(4)]
+    assert Nodes(tuple(known)).ranks_each == 2
+    assert nodes_by(4, lambda rank: {}).one
+    assert nodes_by(4, lambda rank: {"LOCAL_WORLD_SIZE": "4"}).one
+    assert nodes_by(4, lambda rank: {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": str(rank)}).ranks_each == 1
+    for variables in ({}, {"LOCAL_RANK": "x"}):
+        nodes = nodes_by(8, lambda rank, given=variables: {"LOCAL_WORLD_SIZE": "4", **given})
+        assert (nodes.count, nodes.ranks_each) == (2, 4)
+
+
+def test_unequal_nodes_and_ranks_dealt_out_in_turn_are_noticed() -> None:
+    unequal = nodes_by(6, lambda rank: {"LOCAL_WORLD_SIZE": "24"[rank > 1], "LOCAL_RANK": "010123"[rank]})
+    assert (unequal.count, unequal.ranks_each) == (2, None)
+    dealt = Nodes(("a", "b", "a", "b"))
+    assert (dealt.count, dealt.ranks_each) == (2, None)
+    assert dealt.described == "ranks 0, 2 on one node; ranks 1, 3 on one node"
+    assert Nodes(("a", "b")).ranks_each == 1
+    assert Nodes(("a", "a")).ranks_each == 2
+
+
+@on_ranks(4)
+def test_ranks_agree_on_the_nodes() -> None:
+    with nodes_of_size(2):
+        ours = BucketDDP(Mlp())
+    assert ours._passes.wrapped.context.nodes.ranks_each == 2
+    assert len(set(ours._passes.wrapped.context.nodes.names)) == 2
 
 
 @on_ranks(2)
