@@ -142,13 +142,13 @@ def _tell_of_uncaught_exceptions() -> None:
 def _shorten(error: BaseException) -> None:
     """Leave of the traceback of an error that is another rank's where this rank waited."""
     ours = isinstance(error, PeerFailureError | RankMismatchError)
-    if (ours or (_is_from_torch(error) and ends_in_wait(error.__traceback__))) and debug_level() != "DETAIL":
+    if (ours or (is_from_torch(error) and ends_in_wait(error.__traceback__))) and debug_level() != "DETAIL":
         error.__traceback__ = shortened(error.__traceback__)
         if ours:  # the message has what torch said
             error.__cause__, error.__suppress_context__ = None, True
 
 
-def _is_from_torch(error: BaseException) -> bool:
+def is_from_torch(error: BaseException | None) -> bool:
     """Whether an error may be due to a rank that is gone."""
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
@@ -295,10 +295,10 @@ class AbortListener:
         own = what or f"raised {type(error).__name__}: {error}"
         told = f"{in_words([self.roll_call.rank], {self.roll_call.rank: this_process()})} {own}"
         if self.failure is None:
-            from_torch = _is_from_torch(error)
+            from_torch = is_from_torch(error)
             gone = self.ask_why(0) if from_torch else ""
-            _add_note(error, self.roll_call.stuck_report if from_torch else "")
-            _add_note(error, f"rank {self.roll_call.rank}: {gone}" if gone else "")
+            add_note(error, self.roll_call.stuck_report if from_torch else "")
+            add_note(error, f"rank {self.roll_call.rank}: {gone}" if gone else "")
             first = self.publish(Failure(self._cause_in(error) or told + (f"; {gone}" if gone else "")))
         failure = self.roll_call.failure
         if own not in failure.text:  # if all ranks raise the same error, it says enough
@@ -313,7 +313,7 @@ class AbortListener:
         if failure.text in str(error):
             return
         if isinstance(error, Exception):
-            _add_note(error, self._reason(failure))
+            add_note(error, self._reason(failure))
         else:  # Python prints no notes
             self._log_reason(self._run, failure)
 
@@ -449,7 +449,7 @@ def _serves(store: Store) -> bool:
     return isinstance(store, TCPStore)
 
 
-def _add_note(error: BaseException, note: str) -> None:
+def add_note(error: BaseException, note: str) -> None:
     """Add a note to an error, once."""
     if note and note not in getattr(error, "__notes__", ()):
         error.add_note(note)

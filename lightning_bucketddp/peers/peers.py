@@ -14,7 +14,7 @@ from lightning_bucketddp.comm.groups import Group
 from lightning_bucketddp.comm.hooks import CommHookError
 from lightning_bucketddp.comm.work import POLL_SECONDS, polling
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT
-from lightning_bucketddp.peers.abort_listener import STORE_SECONDS, listen
+from lightning_bucketddp.peers.abort_listener import STORE_SECONDS, add_note, is_from_torch, listen
 from lightning_bucketddp.peers.agreement import Entry, PeerFailureError, RankMismatchError, first_difference
 from lightning_bucketddp.peers.diagnose import Failure
 from lightning_bucketddp.peers.encoding import decode, encode
@@ -267,7 +267,10 @@ class Peers:
             text = str(error).removeprefix(f"rank {self.rank}: ")
             self._roll_call.know(Failure(text, isinstance(error, RankMismatchError), self.run))
         elif self.failure is None:
-            self.fail(f"raised {type(error).__name__}: {error}")
+            # A hook's collective fails where another rank is gone.
+            gone = self._listener.ask_why(0) if is_from_torch(error.__cause__) else ""
+            add_note(error, f"rank {self.rank}: {gone}" if gone else "")
+            self.fail(f"raised {type(error).__name__}: {error}" + (f"; {gone}" if gone else ""))
         else:  # it may be a consequence, as in a hook whose collective was aborted
             self._listener.explain(error)
 
