@@ -1,17 +1,20 @@
-"""What users combine in a Trainer: four ranks on the simulated device train as one process does on all samples."""
+"""What users combine, on four ranks of the simulated device: options in a Trainer, programs with their own streams."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.accelerator import simulated
+from tests.accelerator import BACKEND, DEVICE, on_stream, simulated
 from tests.lightning_models import Regression, data, ours, trainer
-from tests.pool import RunRanks
+from tests.models import Mlp
+from tests.pool import RunRanks, on_ranks
 from tests.sampling import pairs, some_slow
+from tests.simulated.training import CPU, Case, Checkpointed, TwoStreams, compare
 
 RANKS = 4
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -93,3 +96,133 @@ def test_it_trains_as_one_process_does(
     for name, value in first.items():
         torch.testing.assert_close(value, expected[name], rtol=tolerance, atol=tolerance)
         assert all(torch.equal(other[name], value) for other in others), name
+
+
+class Program:
+    """A plain loop: what else the user's program does in each step."""
+
+    model: Any = Mlp
+
+    def __init__(self) -> None:
+        self.stream = torch.Stream(DEVICE)
+
+    def prepare(self, wrapper: nn.Module) -> None: ...
+
+    def before_step(self, module: nn.Module, step: int) -> None: ...
+
+    def after_backward(self, wrapper: nn.Module, module: nn.Module, device: torch.device) -> None: ...
+
+    def after_step(self, wrapper: nn.Module, module: nn.Module, device: torch.device) -> None: ...
+
+    def aside(self, device: torch.device, run: Any) -> None:
+        """Call ``run`` on a stream of the program's own, with the waits that plain PyTorch needs."""
+        if device == CPU:
+            run()
+        else:
+            current = torch.accelerator.current_stream()
+            self.stream.wait_stream(current)
+            with on_stream(self.stream):
+                run()
+            current.wait_stream(self.stream)
+
+
+class Turns(Program):
+    """Trains two parts in turn, as a GAN does."""
+
+    def before_step(self, module: nn.Module, step: int) -> None:
+        for at, layer in enumerate([*module.layers, module.head]):  # type: ignore[misc]
+            layer.requires_grad_(at % 2 == step % 2)
+
+
+class LooksAtGradients(Program):
+    """Looks at each gradient in a hook, on another stream."""
+
+    def prepare(self, wrapper: nn.Module) -> None:
+        self.seen = 0
+        for param in wrapper.parameters():
+            param.register_post_accumulate_grad_hook(self.look)
+
+    def look(self, param: Tensor) -> None:
+        self.aside(param.device, lambda: param.grad.square().sum())  # type: ignore[union-attr]
+        self.seen += 1
+
+    def after_step(self, wrapper: nn.Module, module: nn.Module, device: torch.device) -> None:
+        assert self.seen
+
+
+class ReplacesGradients(Program):
+    """Puts other tensors into ``.grad``, made on another stream."""
+
+    def after_backward(self, wrapper: nn.Module, module: nn.Module, device: torch.device) -> None:
+        def replace() -> None:
+            for param in module.parameters():
+                param.grad = param.grad * 0.5  # type: ignore[operator]
+
+        self.aside(device, replace)
+        if device != CPU:  # the step reads them on the present stream
+            for param in module.parameters():
+                param.grad.record_stream(torch.accelerator.current_stream())  # type: ignore[union-attr]
+
+
+class OtherCollectives(Program):
+    """Has collectives of its own under way, in a group of its own."""
+
+    def prepare(self, wrapper: nn.Module) -> None:
+        self.group = dist.new_group(backend="gloo" if next(wrapper.parameters()).is_cpu else BACKEND)
+
+    def before_step(self, module: nn.Module, step: int) -> None:
+        self.sum = torch.ones(1000, device=next(module.parameters()).device)
+        self.work = dist.all_reduce(self.sum, group=self.group, async_op=True)
+
+    def after_step(self, wrapper: nn.Module, module: nn.Module, device: torch.device) -> None:
+        self.work.wait()
+        assert self.sum.cpu()[0] == RANKS
+
+
+class Compiled(Program):
+    @staticmethod
+    def model() -> nn.Module:
+        return torch.compile(Mlp(), backend="eager")  # type: ignore[return-value]
+
+
+class StreamsOfForward(Program):
+    model = TwoStreams
+
+
+class Checkpoints(Program):
+    model = Checkpointed
+
+
+PROGRAMS = [Turns, LooksAtGradients, ReplacesGradients, OtherCollectives, Compiled, StreamsOfForward, Checkpoints]
+QUICK_PROGRAMS = [
+    (Turns, "sharded"),
+    (LooksAtGradients, "plain"),
+    (ReplacesGradients, "bf16 hook"),
+    (OtherCollectives, "shard groups"),
+    (Compiled, "sharded"),
+    (StreamsOfForward, "shard groups"),
+    (Checkpoints, "bf16 hook"),
+]
+REFUSED = [(ReplacesGradients, "sharded"), (ReplacesGradients, "shard groups")]
+"""A sharded gradient lets nobody put another tensor in its place."""
+
+
+@pytest.mark.parametrize(
+    ("program", "strategy"),
+    some_slow([case for case in product(PROGRAMS, STRATEGIES) if case not in REFUSED], QUICK_PROGRAMS),
+)
+@on_ranks(RANKS)
+def test_programs_train_as_on_the_cpu(program: type[Program], strategy: str) -> None:
+    runs = program()
+    compare(
+        Case(
+            STRATEGIES[strategy],
+            program.model,
+            prepare=runs.prepare,
+            before_step=runs.before_step,
+            after_backward=runs.after_backward,
+            after_step=runs.after_step,
+            tolerance=1e-5,  # communicators add up four values in another order
+        ),
+        from_pass=100 if program is Turns else 4,
+    )
