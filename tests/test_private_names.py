@@ -35,6 +35,7 @@ OWNERS = {
     "_ResultMetric": RESULT,
     "_SubprocessScriptLauncher": LAUNCHERS,
     "_Sync": RESULT,
+    "_accelerator_getStream": "torch._C",
     "_active_ddp_module": DDP,
     "_amp_foreach_non_finite_check_and_unscale_": "torch",
     "_batches_that_stepped": EPOCH,

@@ -151,7 +151,7 @@ class Collectives(Group):
         pack(scale)
         if not self._nothing_to_do(flat):
             op = dist.ReduceOp.AVG if scale is None else dist.ReduceOp.SUM
-            yield Stage(self.group.allreduce([wire.real(flat)], op))
+            yield Stage(self.group.allreduce([wire.real(flat)], op), followed=False)
 
     def _mean_in(self, dtype: torch.dtype, flat: Tensor, pack: Pack, second: Collectives) -> Stages:
         sent = wire.packed_in(dtype, flat, pack, self.world_size)
@@ -199,7 +199,8 @@ class Collectives(Group):
             sent.mul_(scale)
         mean = sent.new_empty(sent.numel() // self.world_size)
         op = dist.ReduceOp.AVG if scale is None else dist.ReduceOp.SUM
-        yield Stage(dist.reduce_scatter_single(mean, sent, op=op, group=self.group, async_op=True), (sent, mean))
+        made = (mean,) if sent.data_ptr() == flat.data_ptr() else (sent, mean)
+        yield Stage(dist.reduce_scatter_single(mean, sent, op=op, group=self.group, async_op=True), made)
         shard = wire.real(self.shard(flat))
         shard.copy_(mean[: shard.numel()])
 
@@ -246,7 +247,7 @@ class Collectives(Group):
         if pack is not None:
             pack()
         if not self._nothing_to_do(tensor):
-            yield Stage(self.group.allreduce([tensor], dist.ReduceOp.SUM))
+            yield Stage(self.group.allreduce([tensor], dist.ReduceOp.SUM), followed=False)
 
     def all_reduce_sum(self, tensor: Tensor) -> Work:
         """Start replacing ``tensor`` by its sum over the ranks, in place."""

@@ -180,7 +180,7 @@ class CommHook:
             if not isinstance(future, torch.Future):
                 found = type(future).__name__
                 raise TypeError(f"callback must return a torch.futures.Future object, but got {found}")  # as torch's
-        yield Stage(FutureHandle(future))
+        yield Stage(FutureHandle(future), followed=False)  # whoever waits for the bucket brings the result there
         self._finish(bucket, future, target)
 
     @torch.no_grad()

@@ -21,14 +21,18 @@ class HostCopy:
 
     Args:
         tensor: The tensor. Its values are those at this point of the current stream.
+        missing: A value that its last element never has, for :meth:`landed`.
 
     Attributes:
         waits: Whether :meth:`read` may wait for an accelerator; the same on every rank.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, missing: int | None = None) -> None:
         self.waits = is_accelerator(tensor.device)
         self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.waits)
+        self._missing = missing
+        if missing is not None and self.waits:
+            self._copy[-1] = missing
         self._copy.copy_(tensor, non_blocking=True)
         self._event: torch.Event | None = None
         self._device_index = tensor.device.index
@@ -37,12 +41,19 @@ class HostCopy:
             self._event.record(torch.accelerator.current_stream(tensor.device))  # autograd may be on another device
 
     def arrived(self) -> bool:
-        """Whether :meth:`read` would return without waiting. Other threads ask, too."""
+        """Whether :meth:`read` would return without waiting."""
         if self._event is None:
             return True
         # Threads begin with device 0, where CUDA would make a context, which takes half a gigabyte.
         with torch.accelerator.device_index(self._device_index):
             return self._event.query()
+
+    def landed(self) -> bool:
+        """Whether the last element has come, as other threads may ask at any time.
+
+        The device is not asked: that would end the capture of a CUDA graph, whatever thread captures it.
+        """
+        return self._event is None or bool(self._copy[-1] != self._missing)
 
     def read(self) -> Tensor:
         """The values, on the CPU."""

@@ -5,11 +5,13 @@ than its own do with a tensor on an accelerator::
 
     tensor               made on      used on                ordered by                        memory is kept by
     gradient             its stream   packing                Streams.wait_for                  record_stream
-    bucket               any          packing, collective,   the collective's own waits; at    the wrapper
-                                      side                   the end the current stream waits
-                                                             for the side stream
+    bucket               any          packing, collective,   the collective's own waits; at    the wrapper; where it is
+                                      side                   the end the current stream waits  freed, record_stream
+                                                             for the collective or the side
+                                                             stream
     sent, received       packing      collective, side       the same                          record_stream
     made between stages  side         collective, side       the collective's own waits        the side stream's order
+    stashed shard        root         current                autograd, at its end              record_stream
     control vector       current      current, host          an event, read one pass later     the exchange
 
 A lane on an accelerator never waits on the host.
@@ -57,7 +59,7 @@ def lane_for(collectives: Collectives, device: torch.device, collectives_each: i
         starts_here: Whether the thread that trains starts the first ones.
     """
     if is_accelerator(device):
-        return StreamLane(device)
+        return StreamLane(device, collectives.leave_behind)
     if _may_have_threads(collectives) and (collectives_each > 1 or not starts_here):
         return ThreadLane(collectives.leave_behind, starts_here)
     return InlineLane(collectives)
@@ -110,19 +112,23 @@ class InlineLane:
 class StreamLane:
     """Accelerators: the first stage starts on the current stream, further ones follow on one side stream, all at once.
 
+    If nothing has to follow at once, the stream that waits at the end carries on. Then no side stream is needed.
+
     Args:
         device: The device.
+        left_behind: Called with the error when a wait raises.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, left_behind: Callable[[str], None]) -> None:
+        self._device, self._left_behind = device, left_behind
         self._side: torch.Stream | None = None
+        self._queued = self._awaited = 0  # reductions on the side stream; those that the current stream has waited for
 
     def run(self, stages: Stages, common: bool = False) -> Work:
         """Queue all stages. The host waits for none."""
         stage = next(stages, None)
-        if stage is None:
-            return Work()
+        if stage is None or not stage.followed:
+            return DirectWork(stage, stages, False, self._left_behind)
         if self._side is None:
             self._side = torch.Stream(self._device)
         for tensor in stage.memory:  # it may be freed here before the side stream has come to it
@@ -131,48 +137,69 @@ class StreamLane:
             while stage is not None:
                 stage.handle.wait()  # the side stream waits
                 stage = next(stages, None)
-            event = torch.Event(self._device)
-            event.record()
-        return _StreamWork(event, self._device)
+        self._queued += 1
+        return _StreamWork(self, self._queued)
+
+    def has_awaited(self, number: int) -> bool:
+        """Whether a stream has waited for so many reductions on the side stream."""
+        return self._awaited >= number
+
+    def wait(self) -> None:
+        """Let the current stream wait for all that is queued on the side stream, by one event."""
+        assert self._side is not None
+        # Of the gradients' device: backward may end in another device's thread.
+        torch.accelerator.current_stream(self._device).wait_stream(self._side)
+        self._awaited = self._queued
 
 
 class _StreamWork(Work):
-    def __init__(self, event: torch.Event, device: torch.device) -> None:
-        self._event: torch.Event | None = event
-        self._device = device
+    def __init__(self, lane: StreamLane, number: int) -> None:
+        self._lane, self._number = lane, number
 
     def done(self) -> bool:
-        return self._event is None
+        return self._lane.has_awaited(self._number)
 
     def wait(self) -> None:
-        if self._event is not None:
-            # The current stream of the gradients' device waits: backward may end in another device's thread.
-            self._event.wait(torch.accelerator.current_stream(self._device))
-            self._event = None
+        if not self.done():
+            self._lane.wait()
+
+
+# Private. The public function makes two more calls of Python for each gradient.
+current_stream: Callable[[int], torch.Stream] = getattr(
+    torch._C, "_accelerator_getStream", torch.accelerator.current_stream
+)
+"""The current stream of the device at an index."""
 
 
 class Streams:
-    """The streams on which an accelerator made the gradients of a pass."""
+    """The streams on which an accelerator made the gradients of a pass.
+
+    Attributes:
+        seen: These streams. Each device has a thread of autograd, which adds to them.
+    """
 
     def __init__(self) -> None:
-        self._streams: set[torch.Stream] = set()
+        self.seen: set[torch.Stream] = set()
 
     def forget(self) -> None:
         """Forget the streams of earlier passes, whose gradients are packed."""
-        self._streams.clear()
-
-    def note(self, device: torch.device) -> None:
-        """Note the current stream, on which a gradient was made."""
-        self._streams.add(torch.accelerator.current_stream(device))
+        self.seen.clear()
 
     def wait_for(self, grads: Iterable[Tensor]) -> None:
         """Let the current stream read gradients that were made on any of the streams."""
-        for stream in self._streams:
+        for stream in tuple(self.seen):  # another device's thread may add to them meanwhile
             current = torch.accelerator.current_stream(stream.device)
             if current != stream:
                 current.wait_stream(stream)
                 for grad in grads:  # their memory must not be used again before they have been read
                     grad.record_stream(torch.accelerator.current_stream(grad.device))
+
+
+def used_here(*tensors: Tensor) -> None:
+    """Keep accelerators' memory that is freed next until the current stream, which need not be its own, has used it."""
+    for tensor in tensors:
+        if is_accelerator(tensor.device):
+            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 class ThreadLane:

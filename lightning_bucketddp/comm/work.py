@@ -91,10 +91,12 @@ class Stage(NamedTuple):
     Attributes:
         handle: What torch returned.
         memory: Tensors made on the stream that started it, and used by this stage or by what follows it.
+        followed: Whether something is to follow as soon as it is complete: arithmetic, or another collective.
     """
 
     handle: Handle
     memory: tuple[Tensor, ...] = ()
+    followed: bool = True
 
 
 Stages = Iterator[Stage]

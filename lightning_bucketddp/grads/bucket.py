@@ -18,6 +18,7 @@ from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
 from lightning_bucketddp.layout.plan import Layout, size_text
 
 NONE: frozenset[int] = frozenset()
+NO_LABEL = nullcontext()
 NO_WORK = Work()  # instead of a default_factory: Dynamo would trace the generated function that calls it
 
 MAX_REMEMBERED_SETS = 64
@@ -51,7 +52,7 @@ class Bucket:
         """
         # There is no public way to ask. Should torch drop its flag, labels are always made.
         if not getattr(profiler, "_is_profiler_enabled", True):
-            return nullcontext()
+            return NO_LABEL
         return record_function(f"bucketddp: bucket {self.index}, {what}, {size_text(self.flat.nbytes)}")
 
 

@@ -8,6 +8,7 @@ from operator import is_
 import torch
 from torch import Tensor
 
+from lightning_bucketddp.comm.lane import used_here
 from lightning_bucketddp.grads.slots import REQUIRES_GRAD
 from lightning_bucketddp.layout.plan import Bucket, Layout
 
@@ -61,6 +62,7 @@ class GradBuffers:
 
     def free_storage(self) -> None:
         """Give the memory back until :meth:`alloc_storage`. Nobody may touch views in between."""
+        used_here(*self.flats)  # it was made on the stream of the root
         for flat in self.flats:
             flat.untyped_storage().resize_(0)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.comm.lane import Streams
+from lightning_bucketddp.comm.lane import Streams, used_here
 from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.grads.buffers import GradBuffers
 from lightning_bucketddp.grads.slots import SlotTable
@@ -91,6 +91,7 @@ class Contiguous(Storage):
         self._buckets.forget()
         if layout != self.layout:
             moving, old = self._held(range(len(self.views))), self.buffers
+            used_here(*old.flats)  # they were made on another stream
             if not moving:
                 old.release()
             self.layout = layout
@@ -170,10 +171,11 @@ class Contiguous(Storage):
         try:
             for slot, param in zip(bucket.slots, bucket.params, strict=True):
                 if slot in pending:
-                    if slot in self._with_main_grad:
+                    view = views[slot]
+                    if slot in self._with_main_grad and param.grad_dtype is not view.dtype:
                         self.buffers.bind(slot, param)
                     else:
-                        param.grad = views[slot]
+                        param.grad = view
         except RuntimeError:  # the parameter has got another shape or device since it was wrapped
             self.buffers.require_fits(bucket.slots, [param.detach() for param in bucket.params])
             raise
@@ -186,6 +188,7 @@ class Contiguous(Storage):
             grad, value = self._kept[slot]
             if value is not None:
                 grad.copy_(value)
+                used_here(value)
             self._table.params[slot].grad = grad
 
     def end(self, synchronised: bool) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_bucketddp.comm.lane import Streams
+from lightning_bucketddp.comm.lane import Streams, current_stream
 from lightning_bucketddp.grads.slots import SlotTable
 
 HOOK_NAME = "GradientHooks.on_gradient"
@@ -58,8 +59,8 @@ class Listener(Protocol):
 class GradientHooks:
     """A post-accumulate-grad hook on each parameter that can have a gradient.
 
-    Parameters share one function: autograd calls it for every parameter in every pass, and a function for each would
-    not stay in the processor's caches. The hooks keep what they call alive until :meth:`remove`.
+    The parameters of a device share one function: autograd calls it for every parameter in every pass, and a function
+    for each would not stay in the processor's caches. The hooks keep what they call alive until :meth:`remove`.
 
     ``module.to()`` swaps the content of quantised weights, and of others that are no plain tensors: with a hook on them
     it would raise. While they are frozen they have none.
@@ -79,21 +80,24 @@ class GradientHooks:
         self._refs: list[weakref.ref[Tensor]] = []
         self._without_hook: list[Tensor] = []  # frozen, and their content may be swapped
 
-        def on_gradient(param: Tensor) -> None:
-            this_pass = listener.this_pass
-            if this_pass is None:
-                open_pass(param)
-                return
-            this_pass.recorded.append(param)
-            if len(this_pass.recorded) >= this_pass.notify_after:
-                listener.gradients_recorded(param)
+        def hook_on(index: int | None) -> Callable[[Tensor], None]:
+            """The hook of the device at ``index``; None for the CPU."""
 
-        def on_gradient_on_a_stream(param: Tensor) -> None:
-            streams.note(param.device)
-            on_gradient(param)
+            def on_gradient(param: Tensor) -> None:
+                if index is not None:
+                    streams.seen.add(current_stream(index))
+                this_pass = listener.this_pass
+                if this_pass is None:
+                    open_pass(param)
+                    return
+                this_pass.recorded.append(param)
+                if len(this_pass.recorded) >= this_pass.notify_after:
+                    listener.gradients_recorded(param)
 
-        on_gradient.__qualname__ = on_gradient_on_a_stream.__qualname__ = HOOK_NAME
-        self._on_gradient, self._on_gradient_on_a_stream = on_gradient, on_gradient_on_a_stream
+            on_gradient.__qualname__ = HOOK_NAME
+            return on_gradient
+
+        self._hook_on = cache(hook_on)
         for param in table.all_params:
             if not param.is_inference() and (param.is_floating_point() or param.is_complex()):
                 if param.requires_grad or not _may_be_swapped(param):
@@ -105,8 +109,7 @@ class GradientHooks:
         self._refs.append(weakref.ref(param))
         trainable = param.requires_grad
         param.requires_grad_(True)  # torch refuses hooks on frozen parameters
-        hook = self._on_gradient if param.is_cpu else self._on_gradient_on_a_stream
-        self._handles.append(param.register_post_accumulate_grad_hook(hook))
+        self._handles.append(param.register_post_accumulate_grad_hook(self._hook_on(_index_of(param))))
         param.requires_grad_(trainable)
 
     def add_unfrozen(self) -> None:
@@ -126,6 +129,11 @@ class GradientHooks:
         self._handles.clear()
         self._refs.clear()
         self._without_hook.clear()
+
+
+def _index_of(param: Tensor) -> int | None:
+    """The index of an accelerator's device; None for the CPU."""
+    return None if param.is_cpu else max(param.get_device(), 0)
 
 
 def _may_be_swapped(param: Tensor) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch import Tensor
 
+from lightning_bucketddp.comm.lane import used_here
 from lightning_bucketddp.comm.shard_groups import ShardGroups
 from lightning_bucketddp.grads.bucket import Buckets
 from lightning_bucketddp.layout.plan import Layout
@@ -73,4 +74,5 @@ class ShardMemory:
         if not self._always_stashed:
             for index, shard in self.stashed.items():
                 self._groups.shard(self._buckets.all[index].flat).copy_(shard)
+            used_here(*self.stashed.values())  # they were made on the stream of the root
             self.stashed.clear()

@@ -178,9 +178,11 @@ class ControlExchange:
     def wait(self) -> None:
         """Wait for the sum as :meth:`Work.wait` does, and start its copy to the host."""
         self._work.wait()
-        self._copy = HostCopy(self._vector)
-        # The vector may lie in the memory of a bucket, which is not to be kept.
-        self._vector = self._vector.clone() if self._copy.waits else self._copy.read()
+        self._copy = HostCopy(self._vector, missing=-1)  # counts are not negative
+
+    def forget_on_device(self) -> None:
+        """Keep what comes to the host alone: the vector may lie in the memory of a bucket."""
+        self._vector = torch.empty(0, device="cpu")
 
     def tokens(self) -> Tensor:
         """The tokens of all ranks, at least 1, as an int64 tensor of no dimension on the device; wait first."""
@@ -191,6 +193,10 @@ class ControlExchange:
     def arrived(self) -> bool:
         """Whether :meth:`read` would return without waiting."""
         return self._copy is None or self._copy.arrived()
+
+    def landed(self) -> bool:
+        """Whether the sum has come to the host, for other threads; see :meth:`HostCopy.landed`."""
+        return self._copy is None or self._copy.landed()
 
     def read(self) -> Control:
         """The sum; waits until it has come to the host."""
@@ -305,7 +311,7 @@ class ControlChannel:
 
     def _not_ended(self) -> int:
         """How many passes the device has not ended. Other threads ask for it."""
-        return sum(not exchange.arrived() for exchange in list(self._unread))
+        return sum(not exchange.landed() for exchange in list(self._unread))
 
     def read_what_arrived(self) -> None:
         """Look at the control vectors of earlier passes, without waiting for the device.

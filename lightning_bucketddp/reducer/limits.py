@@ -50,4 +50,4 @@ def largest_values(table: SlotTable, storage: Storage, bucket: Bucket) -> tuple[
     if not present:
         return [], torch.empty(0)
     norms = torch._foreach_norm([grad for _, grad in present], math.inf)
-    return [table.specs[slot].name for slot, _ in present], torch.stack([norm.double() for norm in norms])
+    return [table.specs[slot].name for slot, _ in present], torch.stack(norms).double()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_bucketddp.grads.bucket import Bucket
@@ -76,3 +77,21 @@ class Participant:
 
     def ended(self) -> None:
         """A synchronised pass has ended: gradients are published, or were dropped on every rank."""
+
+
+class Participants(tuple[Participant, ...]):
+    """The participants, in the order of their collectives.
+
+    Most of them override few moments, and each pass has many: the others are not called.
+    """
+
+    def __init__(self, participants: Sequence[Participant]) -> None:
+        moments = [name for name in vars(Participant) if not name.startswith("_")]
+        self._overriding = {
+            name: [each for each in self if getattr(type(each), name) is not getattr(Participant, name)]
+            for name in moments
+        }
+
+    def that_have(self, moment: str) -> list[Participant]:
+        """Those that override a method or property of :class:`Participant`."""
+        return self._overriding[moment]

@@ -44,7 +44,7 @@ from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.peers.control import ControlExchange, Report
 from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.context import WrapperContext
-from lightning_bucketddp.reducer.participant import Participant, PassResult
+from lightning_bucketddp.reducer.participant import Participant, Participants, PassResult
 from lightning_bucketddp.reducer.reductions import Reduction
 from lightning_bucketddp.reducer.state import TRANSITIONS, Contribution, Origin, Pass, PassState, Role
 
@@ -77,7 +77,8 @@ class Reducer:
         context: WrapperContext,
     ) -> None:
         self.table, self.buckets, self.storage = table, buckets, storage
-        self.reduction, self.lanes, self.participants = reduction, lanes, participants
+        self.reduction, self.lanes = reduction, lanes
+        self.participants = Participants(participants)
         self._context, self.peers = context, context.ranks.peers
         self.state = PassState.IDLE
         self.this_pass: Pass | None = None
@@ -111,12 +112,13 @@ class Reducer:
             RuntimeError: If a participant refuses it.
         """
         self.storage.open()
-        this_pass.followed = any(participant.follows_gradients for participant in self.participants)
+        followers = self.participants.that_have("follows_gradients")
+        this_pass.followed = any(participant.follows_gradients for participant in followers)
         this_pass.use(self.buckets, self.table.trainable_now())
         self.this_pass = this_pass
         self._enter(PassState.SYNCHRONISED if this_pass.synchronised else PassState.LOCAL)
         with self._failing():
-            for participant in self.participants:
+            for participant in self.participants.that_have("opened"):
                 participant.opened(this_pass)
         if this_pass.origin is Origin.CALL:  # every gradient takes part
             params = enumerate(self.table.params)
@@ -130,7 +132,7 @@ class Reducer:
         self.storage.lay_out(layout)
         if layout != before:
             self.reduction.forget()
-            for participant in self.participants:
+            for participant in self.participants.that_have("laid_out"):
                 participant.laid_out(layout)
 
     # -- called by autograd --------------------------------------------------------------------------
@@ -209,14 +211,14 @@ class Reducer:
         if this_pass.batched:
             return progress
         self.storage.gradient_ready(key)
-        for participant in self.participants:
+        for participant in self.participants.that_have("ready"):
             participant.ready(key)
         return None
 
     def launch(self, this_pass: Pass, progress: BucketProgress) -> None:
         """Start the reduction of a bucket."""
         bucket, with_control = progress.bucket, progress.bucket.flat_with_control
-        for participant in self.participants:
+        for participant in self.participants.that_have("before_launch"):
             participant.before_launch(bucket)
         own = partial(_pack, self.storage, bucket, self.storage.take(bucket), this_pass.weight)
         # Means of earlier passes, which others have too, must not count again.
@@ -241,7 +243,7 @@ class Reducer:
         with self._failing():
             if this_pass.followed:
                 this_pass.followed = False
-                for participant in self.participants:
+                for participant in self.participants.that_have("decide_layout"):
                     if participant.follows_gradients and (layout := participant.decide_layout()) is not None:
                         self.lay_out(layout)
                         this_pass.use(self.buckets, self.table.trainable_now())
@@ -259,7 +261,7 @@ class Reducer:
         this_pass = self.this_pass
         if this_pass is not None:
             self._mark_recorded(this_pass)
-            for participant in self.participants:
+            for participant in self.participants.that_have("backward_ended"):
                 participant.backward_ended(raised=False)
         if self.state is PassState.SYNCHRONISED:
             self.finish()
@@ -281,14 +283,16 @@ class Reducer:
         with peers.waiting_for(partial(_describe_awaited, this_pass, self.table), Phase.PASS):
             exchange = self._wait_for_all(this_pass, report)
         unused = self.buckets.unused(this_pass.trainable)
-        needed = bool(unused) or any(participant.reads_control for participant in self.participants)
+        readers = self.participants.that_have("reads_control")
+        needed = bool(unused) or any(participant.reads_control for participant in readers)
         if needed and not exchange.arrived():  # on an accelerator the host waits here
             with peers.waiting_for("what the other ranks report on the pass", Phase.PASS):
                 exchange.read()
         control = self._context.control.read(exchange, needed)
         result = PassResult(this_pass, exchange, control)
-        for participant in self.participants:
+        for participant in self.participants.that_have("use_reports"):
             participant.use_reports(result)
+        exchange.forget_on_device()
         if this_pass.dropped:
             self._drop_everywhere()
             return
@@ -323,7 +327,7 @@ class Reducer:
 
     def _end(self) -> None:
         self.storage.end(synchronised=True)
-        for participant in self.participants:
+        for participant in self.participants.that_have("ended"):
             participant.ended()
         self.table.pending = set()  # not cleared: the record of the pass keeps the old one
         self._enter(PassState.IDLE)
@@ -339,7 +343,7 @@ class Reducer:
         if self.this_pass is not None and self.state is PassState.LOCAL:
             with suppress(RuntimeError):  # a gradient that came too late changes nothing now
                 self._mark_recorded(self.this_pass)
-        for participant in self.participants:
+        for participant in self.participants.that_have("backward_ended"):
             participant.backward_ended(raised=True)
         if self.state in (PassState.IDLE, PassState.LOCAL):
             self.storage.abandon()
@@ -374,7 +378,7 @@ class Reducer:
 
     def add_participant(self, participant: Participant) -> None:
         """Let one more feature take part in passes, from the next one on."""
-        self.participants = [*self.participants, participant]
+        self.participants = Participants([*self.participants, participant])
 
     def close(self) -> None:
         """Make gradients plain tensors again. Sends nothing; safe in any state."""
@@ -399,7 +403,7 @@ class Reducer:
 
     def _report(self, this_pass: Pass) -> Report:
         report = self._context.control.report(this_pass.trainable, this_pass.contribution is not Contribution.OWN)
-        for participant in self.participants:
+        for participant in self.participants.that_have("report"):
             participant.report(report)
         return report
 

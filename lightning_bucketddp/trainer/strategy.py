@@ -203,6 +203,7 @@ class BucketDDPStrategy(EachSampleOnce):
         self._end_writer()  # is there after an exception
         self._free_device()
         if (wrapper := self.bucket_ddp) is not None:
+            wrapper.module.zero_grad()  # else they are copied out of the buffers, which takes as much memory again
             wrapper.close()
             self.model = self.lightning_module
             if (

@@ -49,13 +49,13 @@ def in_lane(change: Callable[[Stage], Stage]) -> AbstractContextManager[object]:
 
 
 def without_wait_stream(self: Streams, grads: Any) -> None:
-    for stream in self._streams:
+    for stream in self.seen:
         for grad in grads:
             grad.record_stream(torch.accelerator.current_stream(stream.device))
 
 
 def without_record_stream(self: Streams, grads: Any) -> None:
-    for stream in self._streams:
+    for stream in self.seen:
         current = torch.accelerator.current_stream(stream.device)
         if current != stream:
             current.wait_stream(stream)
@@ -84,10 +84,14 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[object]], Case]] = 
     ),
     "side stream waits for the collective": (
         lambda: in_lane(lambda stage: Stage(Unawaited(stage.handle), stage.memory)),
-        Case(),
+        Case({"wire_dtype": BF16}),
     ),
     "current stream waits for the side stream": (
         lambda: patch.object(lane._StreamWork, "wait", lambda self: None),
+        Case({"wire_dtype": BF16}),
+    ),
+    "current stream waits for a bucket": (
+        lambda: patch.object(DirectWork, "wait", wait_on_host_alone),
         Case(),
     ),
     "current stream waits for a collective": (
@@ -134,7 +138,7 @@ def test_memory_of_a_first_stage_is_kept_for_the_side_stream() -> None:
 
         torch.accelerator.synchronize()
         with mutate():
-            reduction = StreamLane(DEVICE).run(stages(total))
+            reduction = StreamLane(DEVICE, pytest.fail).run(stages(total))
             torch.ones(1000, device=DEVICE)  # takes the memory, once it is free
         reduction.wait()
         assert bool(simulated().unordered_accesses()) is is_found

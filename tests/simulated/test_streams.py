@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.comm.lane import Streams
 from tests.accelerator import DEVICE, on_stream, simulated
+from tests.inside import reducer_of
 from tests.models import Mlp, batch, loss_of
 from tests.pool import on_ranks
 from tests.sampling import some_slow
-from tests.simulated.training import CPU, SMALL, Case, TwoStreams, compare
+from tests.simulated.training import CPU, SMALL, Case, TwoStreams, Unused, compare
 
 BF16 = torch.bfloat16
 
@@ -89,6 +92,64 @@ IN_STAGES: dict[str, Case] = {
 @on_ranks(2)
 def test_gradients_of_two_streams_are_reduced_in_stages(name: str) -> None:
     compare(replace(IN_STAGES[name], model=TwoStreams))
+
+
+class InTurns(Unused):
+    """On all ranks one branch is used in one step, and the other one in the next."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = torch.tanh(self.stem(x))
+        return x[:, :4] + (self.left if self.calls % 2 else self.right)(x)
+
+
+APART: dict[str, Case] = {
+    "ddp": Case(with_ddp=True, apart=True),
+    "plain": Case(apart=True),
+    "sharded, gradients set to zero": Case({"shard_optimizer": True}, apart=True, set_to_none=False),
+    "scatter every pass": Case({"shard_optimizer": True, "scatter_every_pass": True}, apart=True),
+    "unused gradients": Case(model=InTurns, local_passes=0, apart=True, set_to_none=False),
+}
+
+
+@pytest.mark.parametrize("name", some_slow(APART, APART.keys() - {"ddp", "plain"}))
+@on_ranks(2)
+def test_forward_backward_and_step_have_a_stream_each(name: str) -> None:
+    """Memory is made on forward's stream, at the root, and freed where backward was called."""
+    compare(APART[name], allowed_waits=["synchronize an event"] if "unused" in name else ())
+
+
+@on_ranks(2)
+def test_the_side_stream_keeps_no_bucket() -> None:
+    """A bucket that is freed can be used again at once."""
+    model = BucketDDP(Mlp().to(DEVICE), bucket_cap_mb=SMALL, shard_optimizer=True)
+    kept, record_stream = list[int](), Tensor.record_stream
+
+    def note(tensor: Tensor, stream: torch.Stream) -> None:
+        kept.append(tensor.untyped_storage().data_ptr())
+        record_stream(tensor, stream)
+
+    for step in range(3):
+        x, target = (tensor.to(DEVICE) for tensor in batch(step, dist.get_rank()))
+        loss = loss_of(model(x), target)
+        with patch.object(Tensor, "record_stream", note):
+            loss.backward()
+    assert kept
+    assert not {bucket.flat.untyped_storage().data_ptr() for bucket in reducer_of(model).buckets.all} & set(kept)
+
+
+@on_ranks(1)
+def test_another_devices_thread_notes_a_stream_while_this_one_waits() -> None:
+    streams, made = Streams(), [torch.Stream(DEVICE) for _ in range(3)]
+    streams.seen.update(made[:2])
+
+    def current(device: torch.device) -> torch.Stream:
+        streams.seen.add(made[2])
+        return made[0]
+
+    with patch("torch.accelerator.current_stream", current):
+        streams.wait_for([])
+    assert len(streams.seen) == 3
 
 
 class UsedLater(TwoStreams):

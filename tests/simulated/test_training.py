@@ -16,7 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.comm.host_copy import HostCopy
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm
-from tests.accelerator import DEVICE, simulated
+from tests.accelerator import DEVICE, simulated, sleep
+from tests.inside import reducer_of
 from tests.models import Mlp, batch, loss_of
 from tests.pool import on_ranks
 from tests.sampling import some_slow
@@ -115,6 +116,24 @@ def test_another_thread_asks_for_a_copy_with_its_device_current() -> None:
     thread.start()
     thread.join(20)
     assert found == [0, 1, 0]
+
+
+@on_ranks(1)
+def test_other_threads_do_not_ask_the_device_how_far_it_is() -> None:
+    """That would end the capture of a CUDA graph."""
+    model = BucketDDP(Mlp().to(DEVICE))
+    x, target = (tensor.to(DEVICE) for tensor in batch(0, 0))
+    loss_of(model(x), target).backward()
+    sleep(1)
+    loss_of(model(x), target).backward()
+    control = reducer_of(model)._context.control
+    for exchange in control._unread:
+        exchange._copy._event = SimpleNamespace(query=pytest.fail, synchronize=lambda: None)  # type: ignore
+    assert control._unread
+    assert control._not_ended() > 0
+    torch.accelerator.synchronize()
+    assert control._not_ended() == 0
+    control._unread.clear()
 
 
 @on_ranks(2)

@@ -1,7 +1,7 @@
 """Trains one model on the CPU and on the simulated device: the same steps, in which streams and options differ."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -92,6 +92,8 @@ class Case:
         before_step: Called with the module and the step's number, before its passes.
         after_backward: Called with the wrapper, the module and the device.
         after_step: As ``after_backward``, with the step done.
+        apart: Whether forward, backward and step have a stream each, with every wait that plain PyTorch needs.
+        set_to_none: The argument of ``zero_grad``.
         with_ddp: Whether torch's DDP takes the wrapper's place.
         tolerance: Of what is compared; 0: every bit.
     """
@@ -104,6 +106,8 @@ class Case:
     before_step: Callable[[nn.Module, int], None] = lambda module, step: None
     after_backward: Callable[[nn.Module, nn.Module, torch.device], None] = lambda wrapper, module, device: None
     after_step: Callable[[nn.Module, nn.Module, torch.device], None] = lambda wrapper, module, device: None
+    apart: bool = False
+    set_to_none: bool = True
     with_ddp: bool = False
     tolerance: float = 0
 
@@ -122,15 +126,35 @@ def waits_in(run: Callable[[], None], device: torch.device) -> list[str]:
     return [] if device == CPU else simulated().host_waits()[before:]
 
 
-def run_pass(wrapper: Any, x: Tensor, target: Tensor, local: bool, tokens: Tensor, case: Case) -> None:
+@contextmanager
+def in_turn_on(stream: torch.Stream | None) -> Iterator[None]:
+    """Make a stream current that comes after the one before, which goes on after it; None changes nothing."""
+    if stream is None:
+        yield
+        return
+    before = torch.accelerator.current_stream()
+    stream.wait_stream(before)
+    with on_stream(stream):
+        yield
+    before.wait_stream(stream)
+
+
+Turns = Sequence[torch.Stream | None]
+"""The streams of forward, of backward and of the step."""
+
+
+def run_pass(wrapper: Any, x: Tensor, target: Tensor, local: bool, tokens: Tensor, case: Case, turns: Turns) -> None:
     by_tokens = case.options.get("gradient_divide_by") == "tokens"
     with wrapper.no_sync() if local else nullcontext():
         if by_tokens:
             wrapper.count_tokens(tokens)
         if case.options.get("gradient_divide_by") == "samples":
             wrapper.count_samples(len(x))
-        loss = (wrapper(x) - target).float().square()
-        (loss.sum() if by_tokens else loss.mean()).backward()
+        with in_turn_on(turns[0]):
+            squares = (wrapper(x) - target).float().square()
+            loss = squares.sum() if by_tokens else squares.mean()
+        with in_turn_on(turns[1]):
+            loss.backward()
 
 
 def train(case: Case, device: torch.device) -> Trained:
@@ -147,16 +171,18 @@ def train(case: Case, device: torch.device) -> Trained:
     given = [batch(number, dist.get_rank()) for number in range(STEPS * passes)]
     batches = [[tensor.to(device, case.dtype) for tensor in one] for one in given]
     tokens = torch.tensor(len(given[0][0]), device=device)
+    turns: Turns = [torch.Stream(DEVICE) if case.apart and device != CPU else None for _ in range(3)]
     waits = []
     for step in range(STEPS):
         case.before_step(module, step)
         for index in range(passes):
             x, target = batches[step * passes + index]
             local = index < case.local_passes
-            waits.append(waits_in(partial(run_pass, wrapper, x, target, local, tokens, case), device))
+            waits.append(waits_in(partial(run_pass, wrapper, x, target, local, tokens, case, turns), device))
         case.after_backward(wrapper, module, device)
-        optimizer.step()
-        optimizer.zero_grad()
+        with in_turn_on(turns[2]):
+            optimizer.step()
+            optimizer.zero_grad(case.set_to_none)
         case.after_step(wrapper, module, device)
     if device != CPU:  # other streams may still read what is freed here
         torch.accelerator.synchronize()

@@ -291,3 +291,11 @@ def test_a_rank_raises_while_the_other_makes_a_group(hook: str, options: dict[st
     """torch waits there in the store, and cannot be woken: the process was ended."""
     with pytest.raises(ArithmeticError if dist.get_rank() else RuntimeError):
         trainer(ours(**options), **given).fit(FailingIn(hook), data())
+
+
+@on_ranks(2)
+def test_gradients_are_dropped_at_the_end_of_fit() -> None:
+    """To keep them, they would have to be copied out of the buffers, beside which there may be no room."""
+    module = Regression()
+    trainer(ours(), max_steps=2).fit(module, data())
+    assert all(param.grad is None for param in module.parameters())

@@ -78,7 +78,7 @@ void release_block(void* context) {
   the_memory().usage[block->stream->device].now -= int64_t(block->asked);
   Kept kept{block, {}};
   for (auto* stream : block->others)
-    if (stream != block->stream) kept.until.push_back(record(stream));
+    if (stream != block->stream) kept.until.push_back(record(stream)), counts().events--; // when it is freed is chance
   block->others.clear();
   if (kept.until.empty())
     make_free(block, where);
@@ -104,6 +104,7 @@ struct Allocator final : c10::DeviceAllocator {
   void emptyCache(c10::MempoolId_t) override {}
   void recordStream(const c10::DataPtr& memory, c10::Stream stream) override {
     Lock lock(mutex());
+    counts().record_streams++;
     auto found = the_memory().used.find(memory.get());
     if (found != the_memory().used.end()) found->second->others.insert(stream_by_id(stream.device_index(), stream.id()));
   }
@@ -140,6 +141,7 @@ c10::DataPtr allocate_on(size_t bytes, int index) {
   if (bytes == 0) return {nullptr, nullptr, &release_block, device};
   auto where = here();
   Lock lock(mutex());
+  counts().allocations++;
   free_what_is_over(where);
   auto* stream = current_stream(index);
   size_t size = 512; // as CUDA's; then powers of two

@@ -45,6 +45,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("host_waits", &host_waits, py::call_guard<py::gil_scoped_release>());
   module.def("clear_reports", &clear_reports);
   module.def("operators_not_queued", &operators_not_queued);
+  module.def("counts", [] {
+    Lock lock(mutex());
+    auto& now = counts();
+    return std::map<std::string, uint64_t>{
+        {"events", now.events},
+        {"stream waits", now.waits},
+        {"record_stream", now.record_streams},
+        {"allocations", now.allocations}};
+  });
 
   module.def("make_communicator", &make_communicator);
   module.def("started_collectives", [] {

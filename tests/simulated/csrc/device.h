@@ -153,6 +153,16 @@ void wait(Stream*, const Event&);
 bool query(const Event&); // as the host asks: if it is over, the host knows
 void synchronize(const Event&);
 
+// ------------------------------------------------------------------------------------------------ counts
+
+struct Counts { // of what the host has asked for
+  uint64_t events = 0; // recorded
+  uint64_t waits = 0; // of a stream for another one's event
+  uint64_t record_streams = 0;
+  uint64_t allocations = 0;
+};
+Counts& counts(); // hold the mutex
+
 // ------------------------------------------------------------------------------------------------ memory
 
 c10::DeviceAllocator& allocator();

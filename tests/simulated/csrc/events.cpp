@@ -5,8 +5,14 @@ namespace simulated {
 
 using steady = std::chrono::steady_clock;
 
+Counts& counts() {
+  static auto* made = new Counts;
+  return *made;
+}
+
 Event record(Stream* stream) {
   Lock lock(mutex());
+  counts().events++;
   Event event;
   event.time = std::make_shared<steady::time_point>();
   event.at = {stream, queue_mark(stream, [time = event.time] { *time = steady::now(); })};
@@ -16,6 +22,7 @@ Event record(Stream* stream) {
 void wait(Stream* stream, const Event& event) {
   if (!event.at.stream || event.at.stream == stream) return;
   Lock lock(mutex());
+  counts().waits++;
   queue_wait(stream, event.at);
   merge(stream->clock, event.clock);
 }
