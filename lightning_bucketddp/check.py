@@ -14,13 +14,15 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -56,6 +58,8 @@ class Case:
         dtype: Of the parameters.
         hook: The communication hook of both wrappers.
         local_passes: Passes inside ``no_sync`` before each synchronised one.
+        autocast: The dtype of autocast in forward; None for none.
+        set_to_none: Whether ``zero_grad`` drops gradients.
     """
 
     name: str
@@ -64,6 +68,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     hook: Callable[..., Any] | None = None
     local_passes: int = 0
+    autocast: torch.dtype | None = None
+    set_to_none: bool = True
 
 
 CASES = (
@@ -74,6 +80,47 @@ CASES = (
     Case("no_sync", local_passes=2),
     Case("fp16 hook", within=0.01, hook=fp16_compress_hook),
 )
+
+
+def matrix(world_size: int) -> Iterator[Case]:
+    """Yield what ``--all`` runs: each precision with each way to reduce, to accumulate and to clear gradients.
+
+    Args:
+        world_size: The number of ranks. Groups of shards have half of them, if that divides it.
+    """
+    half = world_size // 2 if world_size % 2 == 0 else 1
+    bf16_true = {"dtype": torch.bfloat16, "options": {"grad_dtype": "float32"}, "within": 0.3}
+    precisions: dict[str, dict[str, Any]] = {
+        "32": {},
+        "bf16-mixed": {"autocast": torch.bfloat16, "within": 0.1},
+        "16-mixed": {"autocast": torch.float16, "within": 0.1},
+        "bf16-true": bf16_true,
+    }
+    reductions: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "sharded": {"shard_optimizer": True},
+        f"groups of {half}": {"shard_optimizer": True, "shard_group_size": half},
+        "bf16 hook": {"comm_hook": "bf16"},
+    }
+    for (precision, given), (how, options), passes, to_none in product(
+        precisions.items(), reductions.items(), (1, 4), (True, False)
+    ):
+        name = f"{precision}, {how}" + f", {passes} passes" * (passes > 1) + ", zeros" * (not to_none)
+        within = max(given.get("within", 1e-4), 0.1 if "comm_hook" in options else 0.0)
+        both = {**given, "within": within, "options": {**given.get("options", {}), **options}}
+        yield Case(name, **both, local_passes=passes - 1, set_to_none=to_none)
+
+
+def autocasts(case: Case, device: torch.device) -> bool:
+    """Whether a device has the autocast of a case, or the case has none."""
+    if case.autocast is None:
+        return True
+    one = torch.ones(1, 1, device=device)
+    try:
+        with torch.autocast(device.type, case.autocast):
+            return nn.functional.linear(one, one).dtype is case.autocast
+    except RuntimeError:  # no kernels for it
+        return False
 
 
 @dataclass(frozen=True)
@@ -136,6 +183,7 @@ class Peer:
         by_hand = not ours and "grad_dtype" in case.options
         self._masters = [nn.Parameter(param.detach().float()) for param in self.params] if by_hand else []
         self._optimizer = torch.optim.SGD(self._masters or self.params, lr=LEARNING_RATE, momentum=0.9)
+        self._scaler = torch.amp.GradScaler(device.type, init_scale=2.0**8, enabled=case.autocast is torch.float16)
         self._before = [_host(param) for param in self.params]
         generator = torch.Generator().manual_seed(rank)  # other data on each rank, the same for both peers
         shape = (STEPS, case.local_passes + 1, 2, size.rows, size.width)
@@ -145,18 +193,22 @@ class Peer:
         """Forward and backward: the local passes, and the synchronised one."""
         for number, (inputs, targets) in enumerate(self._batches[step]):
             with self.net.no_sync() if number < self.case.local_passes else nullcontext():
-                (self.net(inputs.to(self.case.dtype)).float() - targets).square().sum(1).mean().backward()
+                with torch.autocast(self.device.type, self.case.autocast, enabled=self.case.autocast is not None):
+                    outputs = self.net(inputs.to(self.case.dtype))
+                loss = (outputs.float() - targets).square().sum(1).mean()
+                self._scaler.scale(loss).backward()
 
     def step(self) -> None:
         """The optimizer's step, and cleared gradients."""
         if self._masters:
             for master, param in zip(self._masters, self.params, strict=True):
                 master.grad = None if param.grad is None else param.grad.float()
-        self._optimizer.step()
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
         if self._masters:
             with torch.no_grad():
                 torch._foreach_copy_(list(self.params), list(self._masters))
-        self.net.zero_grad()
+        self.net.zero_grad(self.case.set_to_none)
 
     def train(self) -> tuple[list[Tensor], list[Tensor]]:
         """Train some steps. Return the gradients of all steps, and how far the weights have moved, on the CPU."""
@@ -164,6 +216,7 @@ class Peer:
         grads = []
         for step in range(STEPS):
             self.run_passes(step)
+            self._scaler.unscale_(self._optimizer)
             grads += [_host(whole(param)) for param in self.params]
             self.step()
         moved = [_host(param) - before for param, before in zip(self.params, self._before, strict=True)]
@@ -173,18 +226,30 @@ class Peer:
         return grads, moved
 
     def host_waits(self) -> int | None:
-        """How often the host waits for the device in the passes of a step; None where torch does not tell."""
+        """How often the host waits for the device in the passes of a step; None on a CPU.
+
+        torch's sync debug mode, which CUDA has, sees neither events nor streams nor devices that Python waits for.
+        These are counted in any case, unless the event has come already. The passes of a step before that one make
+        some of the events.
+        """
         debug = getattr(torch.get_device_module(self.device), "set_sync_debug_mode", None)
-        if debug is None:
+        if debug is None and not is_accelerator(self.device):
             return None
-        with warnings.catch_warnings(record=True, action="always") as warned:
-            debug("warn")
-            try:
-                self.run_passes()
-            finally:
-                debug("default")
+        with counted_waits(self.device) as waits:
+            self.run_passes()
+            self.step()
+            waits.clear()
+            with warnings.catch_warnings(record=True, action="always") as warned:
+                if debug is not None:
+                    debug("warn")
+                try:
+                    self.run_passes()
+                finally:
+                    if debug is not None:
+                        debug("default")
+            found = len(waits) + sum("synchroniz" in str(one.message) for one in warned)
         self.step()
-        return sum("synchroniz" in str(one.message) for one in warned)
+        return found
 
     def seconds(self, steps: int) -> float:
         """Seconds of a step, the mean of some."""
@@ -195,6 +260,37 @@ class Peer:
             self.step()
         wait_for_device(self.device)
         return (time.perf_counter() - begin) / steps
+
+
+@contextmanager
+def counted_waits(device: torch.device) -> Iterator[list[str]]:
+    """Give a list that grows when Python waits for an event that was made here, for a stream, or for a device."""
+    found: list[str] = []
+
+    class Event(torch.Event):
+        def synchronize(self) -> None:
+            if not self.query():
+                found.append("event")
+            super().synchronize()
+
+    def noting(owner: Any, name: str) -> Callable[..., Any]:
+        original = getattr(owner, name)
+
+        def wait(*args: Any, **options: Any) -> Any:
+            found.append(f"{owner.__name__}.{name}")
+            return original(*args, **options)
+
+        return wait
+
+    module = torch.get_device_module(device)
+    owners = [torch.accelerator, module, getattr(module, "Event", None), getattr(module, "Stream", None)]
+    owners = [owner for owner in owners if owner not in (torch.Event, torch.Stream)]  # these cannot be changed
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(torch, "Event", Event))
+        for owner in owners:
+            if callable(getattr(owner, "synchronize", None)):
+                patches.enter_context(patch.object(owner, "synchronize", noting(owner, "synchronize")))
+        yield found
 
 
 def _host(tensor: Tensor | None) -> Tensor:
@@ -354,12 +450,17 @@ def _row(found: Result) -> tuple[str, ...]:
     )
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"{cells[0]:21}" + "".join(f"{cell:>11}" for cell in cells[1:])
+def _line(cells: Sequence[str], width: int) -> str:
+    return f"{cells[0]:{width}}" + "".join(f"{cell:>11}" for cell in cells[1:])
 
 
-def run_rank(quick: bool, output: str | None) -> bool:
+def run_rank(quick: bool, output: str | None, everything: bool = False) -> bool:
     """Run all cases in the default process group; rank 0 prints, and writes the file.
+
+    Args:
+        quick: Whether to take a tiny model and a few steps.
+        output: The file to write; None for none.
+        everything: Whether to run the matrix of options instead, with a tiny model.
 
     Returns:
         Whether all is right.
@@ -368,16 +469,18 @@ def run_rank(quick: bool, output: str | None) -> bool:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = torch.device("cpu") if accelerator is None else accelerator
     says = print if ranks.rank == 0 else lambda *_, **__: None
-    size = QUICK if quick else ON_CPU if accelerator is None else ON_ACCELERATOR
+    cases = [case for case in matrix(ranks.world_size) if autocasts(case, device)] if everything else [*CASES]
+    size = QUICK if quick or everything else ON_CPU if accelerator is None else ON_ACCELERATOR
     facts = environment(device, ranks)
     says("\n".join(f"{name:21}{fact}" for name, fact in facts.items()))
     if ranks.world_size == 1:
         says("One rank sends nothing: this checks less than two would.")
-    says("\n" + _line(HEAD), flush=True)
+    width = max(len(case.name) for case in cases) + 1
+    says("\n" + _line(HEAD, width), flush=True)
     results = []
-    for case in CASES:
+    for case in cases:
         results.append(run_case(case, size, device, ranks))
-        says(_line(_row(results[-1])), flush=True)
+        says(_line(_row(results[-1]), width), flush=True)
         gc.collect()
     wrong = [f"{found.case}: {fault}" for found in results for fault in found.wrong]
     says("\n" + "\n".join(wrong or ["All is right."]))
@@ -387,28 +490,31 @@ def run_rank(quick: bool, output: str | None) -> bool:
     return not wrong
 
 
-def _run_started_rank(quick: bool, output: str | None) -> bool:
-    """Join the ranks that the environment names, and check."""
+def _run_started_rank(quick: bool, output: str | None, everything: bool) -> bool:
+    """Join the ranks that the environment names, and check. The default group is bound to a device, as Lightning's."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    else:
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    bound = None
+    if accelerator is not None:
+        bound = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.accelerator.set_device_index(bound)
     backend = dist.get_default_backend_for_device(accelerator or "cpu")
-    dist.init_process_group(backend, timeout=timedelta(minutes=2))
-    right = run_rank(quick, output)
+    dist.init_process_group(backend, timeout=timedelta(minutes=2), device_id=bound)
+    right = run_rank(quick, output, everything)
     dist.barrier()
     dist.destroy_process_group()
     return right
 
 
-def main(quick: bool, output: str | None, start_method: str = "spawn") -> int:
+def main(quick: bool, output: str | None, start_method: str = "spawn", everything: bool = False) -> int:
     """Check, in the ranks that a launcher has started, or in ranks of its own.
 
     Args:
         quick: Whether to take a tiny model and a few steps.
         output: The file to write; None for none.
         start_method: How ranks are started, as in ``torch.multiprocessing``.
+        everything: Whether to run the matrix of options.
 
     Returns:
         The exit code: 1 if something is wrong.
@@ -417,7 +523,7 @@ def main(quick: bool, output: str | None, start_method: str = "spawn") -> int:
         SystemExit: If srun has started several tasks, and torchrun has not started the ranks.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return int(not _run_started_rank(quick, output))
+        return int(not _run_started_rank(quick, output, everything))
     if (tasks := int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))) > 1:
         raise SystemExit(
             f"expected ranks that torchrun has started, found one of {tasks} tasks of srun, which would each check its "
@@ -434,7 +540,7 @@ def main(quick: bool, output: str | None, start_method: str = "spawn") -> int:
         max_restarts=0,
     )
     try:
-        return int(not all(elastic_launch(launch, _run_started_rank)(quick, output).values()))
+        return int(not all(elastic_launch(launch, _run_started_rank)(quick, output, everything).values()))
     except ChildFailedError as error:
         print(error)
         return 1

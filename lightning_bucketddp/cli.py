@@ -38,10 +38,16 @@ def main(arguments: Sequence[str]) -> int:
     checks.add_argument(
         "--output", metavar="FILE", help="write what was found as JSON, to keep or to attach to a report"
     )
+    checks.add_argument(
+        "--all",
+        action="store_true",
+        help="a matrix of 64 cases instead: precisions, ways to reduce, to accumulate and to clear gradients; a tiny "
+        "model, no times, within ten minutes",
+    )
     checks.add_argument("--quick", action="store_true", help="a tiny model, a few steps, no times")
     options = parser.parse_args(arguments)
     if options.command == "check":
-        return check.main(options.quick, options.output)
+        return check.main(options.quick, options.output, everything=options.all)
     print(describe())
     return 0
 

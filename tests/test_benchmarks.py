@@ -9,7 +9,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.launchers import ROOT, run_script
 from tests.pool import RunRanks
@@ -174,20 +173,6 @@ def test_overhead_and_its_profile(quick: Quick) -> None:
     profile = quick("overhead.py", "--profile", "--ranks", "1", "--parameters", "50")
     calls = re.findall(r"^ *(\d+) .*\bhooks\.py:\d+\(on_gradient\)", profile, re.MULTILINE)
     assert calls == ["500", "1000"], "one call of one hook per parameter: of 10 passes, and of 20 local ones"
-
-
-@pytest.mark.slow
-def test_accelerator_without_one(quick: Quick, run_ranks: RunRanks) -> None:
-    text = quick("accelerator.py", "--models", "gpt", "--precisions", "bf16")
-    equal = [line for line in text.splitlines() if "gradients of two gloo ranks on cpu equal each other" in line]
-    assert [line.split(":")[0] for line in equal] == ["gpt", "resnet", "many small"]
-    for line in equal:
-        early, buckets = map(int, re.findall(r"(\d+) of (\d+) buckets launched early", line)[0])
-        assert 1 <= early <= buckets > 2
-    for peer in ("unwrapped", *HOST, "bucketddp, sending"):
-        assert all(float(cell) > 0 for cell in cells_of(text, peer)[:2])
-    if not torch.accelerator.is_available():
-        assert run_ranks(1, run_benchmark, "accelerator.py") == ["accelerator.py: no accelerator here\n"]
 
 
 @pytest.mark.slow

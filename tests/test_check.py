@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import warnings
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from lightning_bucketddp import BucketDDP, __version__, check
 from lightning_bucketddp.comm.collectives import Collectives
 from tests.pool import RunRanks, on_ranks
+
+CPU = torch.device("cpu")
 
 
 def run_cases(wrap: Any, *names: str) -> dict[str, check.Result]:
@@ -123,6 +126,64 @@ def test_waits_of_the_host_are_counted() -> None:
     assert modes == ["warn", "default"] * 4
     assert result.host_waits == (0, 3)
     assert "torch DDP's 0, found 3 in the passes of a step" in result.wrong[0]
+
+
+def test_the_matrix_has_every_combination_and_fits_the_ranks() -> None:
+    cases = [*check.matrix(8)]
+    assert len(cases) == len({case.name for case in cases}) == 4 * 4 * 2 * 2
+    assert {case.options["shard_group_size"] for case in cases if "shard_group_size" in case.options} == {4}
+    odd = next(case for case in check.matrix(3) if "groups" in case.name)
+    assert odd.options["shard_group_size"] == 1
+
+
+SOME = {
+    *("32, sharded, 4 passes", "32, bf16 hook, zeros", "bf16-mixed, groups of 1", "16-mixed, sharded, 4 passes, zeros"),
+    *("bf16-true, plain, 4 passes, zeros", "16-mixed, bf16 hook", "bf16-true, groups of 1, zeros"),
+}
+
+
+def matrix_is_right(file: Path, names: set[str] | None = None, device: torch.device = CPU) -> None:
+    given = [case for case in check.matrix(2) if names is None or case.name in names]
+    assert len(given) == (64 if names is None else len(names))
+    chosen = [case for case in given if check.autocasts(case, device)]
+    assert chosen == given or device.type == "sim"
+    with redirect_stdout(io.StringIO()) as printed, patch.object(check, "matrix", lambda ranks: given):
+        assert check.run_rank(quick=False, output=str(file), everything=True), printed.getvalue()
+    dist.barrier()
+    report = json.loads(file.read_text())
+    assert report["wrong"] == []
+    assert [found["case"] for found in report["cases"]] == [case.name for case in chosen]
+    if dist.get_rank() == 0:
+        lines = [line for line in printed.getvalue().splitlines() if line.endswith("right")]
+        assert [line.partition("  ")[0] for line in lines] == [case.name for case in chosen]
+
+
+@on_ranks(2, timeout=280)
+def test_the_matrix_is_right_here(tmp_path: Path) -> None:
+    matrix_is_right(tmp_path / "check.json", SOME)
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=600)
+def test_the_whole_matrix_is_right_here(tmp_path: Path) -> None:
+    matrix_is_right(tmp_path / "check.json")
+
+
+@on_ranks(2)
+def test_the_default_group_is_bound_to_a_device_where_there_is_an_accelerator() -> None:
+    """As Lightning binds it."""
+    given: list[Any] = []
+    accelerator = torch.device("cuda")
+    with (
+        patch.object(torch.accelerator, "current_accelerator", lambda check_available: accelerator),
+        patch.object(torch.accelerator, "set_device_index", lambda device: None),
+        patch.object(dist, "init_process_group", lambda backend, **options: given.append((backend, options))),
+        patch.object(dist, "destroy_process_group"),
+        patch.object(check, "run_rank", lambda *_: True),
+        patch.dict(os.environ, LOCAL_RANK="3"),
+    ):
+        check._run_started_rank(True, None, False)
+    assert [(backend, options["device_id"]) for backend, options in given] == [("nccl", torch.device("cuda:3"))]
 
 
 def exit_codes() -> list[int]:
