@@ -8,6 +8,9 @@ Models have six or 600 small parameters, with LayerNorm or BatchNorm. Module buf
 step. Peers run in a plain PyTorch loop and in a Trainer. Every peer runs in every round, in every other round in
 reverse order. Figures are medians over rounds of the median step. Ratios compare the same round: a plain loop's with
 torch DDP at its best flags, a Trainer's with Lightning's ``ddp``. "The same again" shows how much of a ratio is noise.
+
+Last come parts that are trained in turn, as a GAN's: passes whose trainable set is not that of the pass before, and the
+mean of passes that train each part alone.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import time
 import warnings
 from functools import partial
 from typing import Any
@@ -31,6 +35,8 @@ from lightning_bucketddp import BucketDDP, BucketDDPStrategy
 
 WARM_UP = 20
 """Steps that do not count: buckets change in the first ones."""
+SETTLED = 70
+"""Passes after which a wrapper whose trainable set has changed once proves it no more."""
 WIDTH = 8
 MODELS = {
     "6 parameters, LayerNorm": (2, nn.LayerNorm),
@@ -102,6 +108,53 @@ def worker(device: torch.device, rounds: int, steps: int) -> dict[str, dict[str,
     return found
 
 
+TURNS = {"equal parts": (1, 1), "parts of one and of nine layers": (1, 9)}
+"""How many layers the two parts have."""
+
+
+def in_turn(device: torch.device, rounds: int, steps: int) -> dict[str, dict[str, list[float]]]:
+    """The median seconds of a pass for each round, with one part trained alone or both in turn."""
+    warnings.simplefilter("ignore")
+    found: dict[str, dict[str, list[float]]] = {}
+    inputs = torch.randn(8, 64)
+    for name, depths in TURNS.items():
+        made = {how: nn.ModuleList(_part(depth) for depth in depths) for how in ("first", "second", "in turn")}
+        nets = {how: BucketDDP(parts) for how, parts in made.items()}
+        of_ways = found[name] = {how: [] for how in nets}
+        for number in range(-1, rounds):  # in the first one wrappers learn, and prove sets that have changed
+            times: dict[str, list[float]] = {how: [] for how in nets}
+            for step in range(max(steps, SETTLED if number < 0 else 0)):
+                for how, net in nets.items():
+                    trained = {"first": 0, "second": 1}.get(how, step % 2)
+                    for at, part in enumerate(made[how]):
+                        part.requires_grad_(at == trained)
+                    net.zero_grad()
+                    dist.barrier()
+                    begin = time.perf_counter()
+                    made[how][trained](inputs).square().mean().backward()
+                    times[how].append(time.perf_counter() - begin)
+            if number >= 0:
+                turns = times["in turn"]
+                times["in turn"] = [(one + other) / 2 for one, other in zip(turns[::2], turns[1::2], strict=False)]
+                for how, seconds in times.items():
+                    of_ways[how].append(median(seconds))
+    return found
+
+
+def _part(depth: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(depth)))
+
+
+def described_turns(ranks: int, found: dict[str, dict[str, list[float]]]) -> str:
+    """The table of parts that are trained in turn."""
+    rows = [[f"passes, {ranks} ranks", "ms alone", "ms in turn", "ratio"]]
+    for name, ways in found.items():
+        alone = [(first + second) / 2 for first, second in zip(ways["first"], ways["second"], strict=True)]
+        ratio = paired_ratio(ways["in turn"], alone)
+        rows.append([name, f"{median(alone) * 1e3:.3f}", f"{median(ways['in turn']) * 1e3:.3f}", f"{ratio:.3f}"])
+    return table(rows)
+
+
 def described(ranks: int, found: dict[str, dict[str, list[float]]]) -> str:
     """The tables of one number of ranks."""
     texts = []
@@ -125,13 +178,15 @@ def main() -> None:
     arguments = parser.parse_args()
     ranks, rounds, steps = ([2], 1, 5) if arguments.quick else (arguments.ranks, arguments.rounds, arguments.steps)
     prepare()
-    found, texts = {}, []
+    found, turns, texts = {}, {}, []
     for size in ranks:
         found[size] = run_ranks(worker, rounds, steps, size=size)[0]
         texts.append(described(size, found[size]))
-        print(texts[-1], flush=True)
+        turns[size] = run_ranks(in_turn, rounds, steps, size=size)[0]
+        texts.append(described_turns(size, turns[size]))
+        print("\n\n".join(texts[-2:]), flush=True)
     if not arguments.quick:
-        print(save("small", {"ranks": found}, "\n\n".join(texts)))
+        print(save("small", {"ranks": found, "in turn": turns}, "\n\n".join(texts)))
 
 
 if __name__ == "__main__":

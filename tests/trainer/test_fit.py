@@ -7,6 +7,7 @@ import weakref
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_bucketddp import PeerFailureError, RankMismatchError
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.peers.abort_listener import listen
-from tests.lightning_models import Regression, data, ours, scaler, trainer
+from lightning_bucketddp.peers.peers import Peers
+from tests.lightning_models import Gan, Regression, data, ours, scaler, trainer
 from tests.models import Branches
 from tests.pool import on_ranks
 from tests.reference import WHERE, drift, eventually, everyones, raises_soon
@@ -299,3 +301,20 @@ def test_gradients_are_dropped_at_the_end_of_fit() -> None:
     module = Regression()
     trainer(ours(), max_steps=2).fit(module, data())
     assert all(param.grad is None for param in module.parameters())
+
+
+@on_ranks(2)
+def test_networks_that_are_trained_in_turn_meet_in_the_store_once() -> None:
+    parts = TensorDataset(torch.randn(24, 8), torch.randn(24, 4))
+    module, asked = Gan(), list[str]()
+    exchange = Peers.exchange
+
+    def noting(peers: Peers, topic: str, mine: str) -> list[str]:
+        asked.append(topic)
+        return exchange(peers, topic, mine)
+
+    with patch.object(Peers, "exchange", noting):
+        trainer(ours()).fit(module, DataLoader(parts, 4))
+    assert module.trainer.global_step == 12
+    assert [topic for topic in asked if "trainable" in topic] == ["the trainable parameters of pass 0"]
+    assert drift(module) == 0
