@@ -67,7 +67,7 @@ def lane_for(collectives: Collectives, device: torch.device, collectives_each: i
 
 def separate_stages(
     collectives: Collectives,
-    first: Collectives,
+    first: Collectives | None,
     second: Collectives | None,
     device: torch.device,
     one_machine: bool,
@@ -76,14 +76,15 @@ def separate_stages(
 
     Args:
         collectives: The group of all ranks that train together.
-        first: The collectives of first stages. On one machine the thread that trains starts them.
+        first: The collectives of first stages. On one machine the thread that trains starts them. None if they have a
+            group of their own already.
         second: Those of which the second stage follows a first one of the same ranks; None if there are none.
         device: The gradients' device.
         one_machine: Whether the ranks share one machine.
     """
     if is_accelerator(device) or not _may_have_threads(collectives):
         return
-    if not one_machine and first.world_size > 1:
+    if first is not None and not one_machine and first.world_size > 1:
         first.of_stage[0] = collectives.split(first.made_of)
     if second is not None and second.world_size > 1:
         second.of_stage[1] = collectives.split(second.made_of)

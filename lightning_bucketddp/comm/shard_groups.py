@@ -6,13 +6,21 @@ averaged across groups. Parameters are gathered inside a group::
     inside      ranks 0 1 2   ranks 3 4 5
     shard             0 1 2         0 1 2
     across      ranks 0 3     ranks 1 4     ranks 2 5
+
+A group of the ranks of several nodes may have two levels (:mod:`.levels`).
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from lightning_bucketddp.comm import wire
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.lane import lane_for
+from lightning_bucketddp.comm.levels import Levels, near_first
+from lightning_bucketddp.comm.wire import Pack
+from lightning_bucketddp.comm.work import Stages, Work
 
 
 def require_divides(group_size: int | None, collectives: Collectives) -> None:
@@ -40,30 +48,78 @@ class ShardGroups:
     Args:
         collectives: The group of all ranks that train together.
         group_size: Among how many consecutive ranks shards are divided; all of them if None.
+        ranks_each: How many consecutive ranks each node has, if shards travel in two levels; else None.
+        wire_dtype: bf16 or fp16: gradients travel in it, with two levels across nodes only. None for their own dtype.
 
     Attributes:
         inside: The ranks among which shards are divided.
         across: The ranks with the same shard as this one; None if there is no other.
-        gathering: The ranks of ``inside`` again, so that parameters are gathered while other things travel; ``inside``
-            itself if the group has not all processes.
+        levels: The two levels of ``inside``; None if these are ranks of one node, or travel in one level.
         shards: Number of shards of each bucket.
         index: This rank's shard.
+        collectives_each: How many collectives reduce a bucket, one after the other.
     """
 
-    def __init__(self, collectives: Collectives, group_size: int | None = None) -> None:
+    def __init__(
+        self,
+        collectives: Collectives,
+        group_size: int | None = None,
+        ranks_each: int | None = None,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
         ranks = collectives.world_size
         require_divides(group_size, collectives)
         size = group_size or ranks
         groups = [range(first, first + size) for first in range(0, ranks, size)]
         self.inside = collectives if size == ranks else collectives.split(groups)
-        self.gathering = self.inside
-        if ranks > 1 and collectives.has_all_processes():
-            self.gathering = collectives.split(self.inside.made_of)
+        self.levels: Levels | None = None
+        self._wire_dtype, self._inside_node = wire_dtype, ranks_each is not None and ranks_each % size == 0
+        self._gathering = self.inside
+        if ranks_each is not None and size > ranks_each and size % ranks_each == 0:
+            self.levels = Levels(collectives, ranks_each, size, far_twice=True)
+            assert collectives.device is not None
+            self._lane = lane_for(collectives, collectives.device, collectives_each=2, starts_here=True)
+        elif ranks > 1 and collectives.has_all_processes():  # parameters are gathered while other things travel
+            self._gathering = collectives.split(self.inside.made_of)
         self.across: Collectives | None = None
         if size < ranks:
             self.across = collectives.split([range(place, ranks, size) for place in range(size)])
-        self.shards, self.index = self.inside.world_size, self.inside.rank
+        self.shards = size
+        self.index = self.inside.rank if self.levels is None else self.levels.index
+        self.collectives_each = 1 if self.levels is None else 2
+        if self.across is not None:
+            self.collectives_each += 1 if wire_dtype is None else 2
 
     def shard(self, flat: Tensor) -> Tensor:
         """This rank's part of ``flat`` (1-D)."""
-        return self.inside.shard(flat)
+        return self.inside.shard(flat) if self.levels is None else self.levels.shard(flat)
+
+    def reduce_scatter(self, flat: Tensor, pack: Pack) -> Stages:
+        """Replace this rank's :meth:`shard` of ``flat`` by its mean over all ranks, those of ``across`` too."""
+
+        def mean_across(shard: Tensor, pack: Pack) -> Stages:
+            if (across := self.across) is not None:
+                yield from across.reduce(shard, pack, self._wire_dtype, across.stage(1))
+
+        first, wire_dtype = self.inside.stage(0), self._wire_dtype
+        if self._inside_node:
+            yield from near_first(first, flat, pack, mean_across, wire_dtype)
+            return
+        yield from (self.levels or first).reduce_scatter(flat, pack, wire_dtype)
+        shard = self.shard(flat)
+        yield from mean_across(shard, wire.packed(shard))
+
+    def start_gather(self, flat: Tensor) -> Work:
+        """Start filling ``flat`` with every rank's :meth:`shard` of it, in place."""
+        if self.levels is None:
+            return self._gathering.all_gather_shards(flat)
+        return self._lane.run(self.levels.gather(flat))
+
+    def gather(self, flat: Tensor) -> None:
+        """As :meth:`start_gather`, in the group ``inside``, which stays after the others have ended; waits."""
+        if self.levels is None:
+            self.inside.all_gather_shards(flat).wait()
+            return
+        by_rank, work = self.inside.all_gather(self.shard(flat).view(torch.uint8))
+        work.wait()
+        flat.view(torch.uint8).copy_(self.levels.by_index(by_rank.view(-1)))

@@ -26,7 +26,9 @@ class Contiguous(Storage):
         streams: The streams on which gradients are made.
         main_grads: Whether parameters whose gradients have another dtype get a ``main_grad``.
         all_main_grads: Whether all parameters get one then.
-        with_control: Whether the last bucket has room for the control vector, if its dtype is exact enough.
+        control_up_to: Up to how many bytes the last bucket has room for the control vector, if its dtype is exact
+            enough.
+        multiple: The room is a multiple of this number of elements.
 
     Attributes:
         layout: The present layout.
@@ -41,10 +43,12 @@ class Contiguous(Storage):
         streams: Streams,
         main_grads: bool = True,
         all_main_grads: bool = False,
-        with_control: bool = False,
+        control_up_to: int = 0,
+        multiple: int = 1,
     ) -> None:
         self._table, self._buckets, self.layout, self._streams = table, buckets, layout, streams
-        self._main_grads, self._all_main_grads, self._with_control = main_grads, all_main_grads, with_control
+        self._main_grads, self._all_main_grads, self._control_up_to = main_grads, all_main_grads, control_up_to
+        self._multiple = multiple
         self._pending_before: set[int] = set()  # as this pass began
         # Gradients from before the pass that are not pending; with a clone of the value if it lies in the view.
         self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -61,10 +65,11 @@ class Contiguous(Storage):
     def _make_buffers(self) -> None:
         """Make buffers with room for the control vector behind the last bucket, on all ranks alike."""
         self._tail = 0
-        if self._with_control and self.layout.buckets:
+        if self.layout.buckets and self.layout.bucket_nbytes(self.layout.buckets[-1]) <= self._control_up_to:
             last = self.layout.buffers[self.layout.buckets[-1].buffer]
             if last.dtype in (torch.float32, torch.float64):
-                self._tail = HEADER + len(self.layout.slots)
+                needed = HEADER + len(self.layout.slots)
+                self._tail = needed + -needed % self._multiple
         self.buffers = GradBuffers(self.layout, self._tail)
 
     def _make_buckets(self) -> None:

@@ -12,6 +12,9 @@ from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.layout.plan import ALIGNMENT_BYTES, Layout, plan
 
+MESSAGE_BYTES = 16
+"""Each rank's part of a message is a multiple of this many bytes. NCCL is slow otherwise."""
+
 MAX_GROUPING_SETS = 8
 """Number of trainable sets that shape bucket boundaries. Ranks agree on further sets too, but keep the layout."""
 
@@ -132,9 +135,7 @@ class LayoutPlanner:
 
     def _plan(self, first: int) -> Layout:
         """Plan a layout of the slots from ``first`` on."""
-        options, multiple = self._options, self._options.pad_buckets_to
-        if options.shard_optimizer:  # each rank's shard starts on a boundary for vector loads
-            multiple = math.lcm(multiple, self._world_size * ALIGNMENT_BYTES // 4)
+        options = self._options
         order = sorted([slot for slot in self._order if slot >= first], key=lambda slot: self.kinds[slot].value)
         whole = [slot for index in self._whole if (slot := self._table.slot_of(index)) is not None and slot >= first]
         return plan(
@@ -142,12 +143,25 @@ class LayoutPlanner:
             [slot - first for slot in order],
             options.bucket_cap_bytes if self.overlap else (sys.maxsize,),
             [self._group_of(slot) for slot in range(first, len(self._table))],
-            multiple,
+            self.multiple,
             self._world_size,
             self._one_machine,
             {slot - first for slot in whole},
             options.shard_group_size or self._world_size,
         )
+
+    @property
+    def multiple(self) -> int:
+        """Each bucket's number of elements is a multiple of this."""
+        options, specs = self._options, self._table.specs
+        if options.shard_optimizer:  # each rank's shard starts on a boundary for vector loads
+            part = ALIGNMENT_BYTES // 4
+        else:
+            wire_dtype = options.wire_dtype
+            assert not isinstance(wire_dtype, str)  # Options has made it a dtype
+            sizes = [spec.dtype.itemsize for spec in specs] + ([] if wire_dtype is None else [wire_dtype.itemsize])
+            part = MESSAGE_BYTES // min(MESSAGE_BYTES, *sizes)
+        return math.lcm(options.pad_buckets_to, self._world_size * part)
 
     def _group_of(self, slot: int) -> Hashable:
         """The key that slots of one bucket share. A sharded bucket has parameters of one dtype, too."""

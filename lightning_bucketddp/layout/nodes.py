@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from textwrap import shorten
 
 
 @dataclass(frozen=True)
@@ -38,4 +39,4 @@ class Nodes:
         ranks: dict[str, list[str]] = {}
         for rank, name in enumerate(self.names):
             ranks.setdefault(name, []).append(str(rank))
-        return "; ".join(f"ranks {', '.join(each)} on one node" for each in ranks.values())
+        return shorten("; ".join(f"ranks {', '.join(each)} on one node" for each in ranks.values()), 200)

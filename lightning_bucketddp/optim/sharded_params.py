@@ -96,7 +96,7 @@ class ShardedParams(Parts):
             if value is not None:
                 part.in_bucket(flat).copy_(part.run(value))
         with self._storage.inside.waiting_for(what):
-            self._storage.groups.inside.all_gather_shards(flat).wait()
+            self._storage.groups.gather(flat)
         return flat
 
     def add_norm(self, norm: Tensor, shards: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -153,7 +153,7 @@ class ShardedParams(Parts):
             self._peers.here.note_update(buckets)
         groups = self._storage.groups
         for index in buckets if groups.shards > 1 else ():
-            work = groups.gathering.all_gather_shards(self._buffers.flats[index])
+            work = groups.start_gather(self._buffers.flats[index])
             arriving = [self._slots.params[slot] for slot in self._storage.layout.buckets[index].slots]
             arrived = partial(self._arrivals.pop, index, None)
             self._arrivals[index] = Arrival(arriving, partial(self._wait_for, index, work), arrived)

@@ -242,10 +242,10 @@ class ControlChannel:
         return ControlExchange(vector, self._collectives.world_size, self._collectives.all_reduce_sum(vector))
 
     def put_behind(
-        self, flat: Tensor, flat_with_control: Tensor, report: Report, used: Collection[int]
+        self, flat: Tensor, flat_with_control: Tensor, report: Report, slots: int, used: Collection[int]
     ) -> ControlExchange:
         """Write the control vector behind a bucket, whose reduction sums it too. Arguments as for :meth:`send`."""
-        vector = flat_with_control[flat.numel() :]
+        vector = flat_with_control[flat.numel() : flat.numel() + HEADER + slots]
         _fill(vector, report, used)
         return ControlExchange(vector, self._collectives.world_size)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from lightning_bucketddp.comm.gloo import SHORT_BYTES
 from lightning_bucketddp.comm.hooks import CommHook
 from lightning_bucketddp.comm.lane import lane_for
 from lightning_bucketddp.grads.bucket import Buckets
@@ -103,9 +105,19 @@ def _storage(
     if not options.use_contiguous_buffers:
         return Coalesced(table, buckets, layout)
     plain = hook is None and options.wire_dtype is None
-    with_control = plain and 1 < context.ranks.world_size <= MAX_RANKS_IN_FP32
+    with_control = plain and 1 < (world_size := context.ranks.world_size) <= MAX_RANKS_IN_FP32
+    # A bucket with the control vector is reduced in one level.
+    control_up_to = (sys.maxsize if context.levels is None else SHORT_BYTES // world_size) if with_control else 0
     all_main_grads = options.grad_dtype is not None
-    return Contiguous(table, buckets, layout, streams, all_main_grads=all_main_grads, with_control=with_control)
+    return Contiguous(
+        table,
+        buckets,
+        layout,
+        streams,
+        all_main_grads=all_main_grads,
+        control_up_to=control_up_to,
+        multiple=planner.multiple,
+    )
 
 
 def _reduction(context: WrapperContext, storage: Storage, hook: CommHook | None) -> Reduction:
@@ -114,5 +126,5 @@ def _reduction(context: WrapperContext, storage: Storage, hook: CommHook | None)
     if hook is not None:
         return HookReduce(hook, storage, hook.one_at_a_time(context.device))
     if context.groups is not None:
-        return ReduceScatter(context.groups, wire_dtype)
-    return AllReduce(context.ranks.collectives, wire_dtype)
+        return ReduceScatter(context.groups)
+    return AllReduce(context.ranks.collectives, wire_dtype, context.levels)

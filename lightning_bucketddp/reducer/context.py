@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from dataclasses import dataclass, field
 
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.devices import is_accelerator
 from lightning_bucketddp.comm.lane import Streams, separate_stages
+from lightning_bucketddp.comm.levels import Levels
 from lightning_bucketddp.comm.queue import WrapperQueue
 from lightning_bucketddp.comm.shard_groups import ShardGroups
+from lightning_bucketddp.layout.ledger import two_levels_pay
 from lightning_bucketddp.layout.nodes import Nodes
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.peers.control import ControlChannel
@@ -33,6 +38,7 @@ class WrapperContext:
 
     Attributes:
         groups: The groups in which shards travel; None without shards.
+        levels: The two levels in which buckets are all-reduced; None for one level, or with shards.
         changes: Has the ranks take in changed parameters.
         joining: Whether ranks may run out of data, and whether this one has.
         divisor: What the sum over the ranks is divided by.
@@ -63,10 +69,43 @@ class WrapperContext:
         every, on_difference = options.check_ranks_every, options.check_ranks
         self.ranks_check = None if every is None else RanksCheck(ranks, every, on_difference)
         self.queue = WrapperQueue(collectives.group)
-        self.groups = ShardGroups(collectives, options.shard_group_size) if options.shard_optimizer else None
+        self.groups: ShardGroups | None = None
+        self.levels: Levels | None = None
+        ranks_each, wire_dtype = self._ranks_each(), options.wire_dtype
+        assert not isinstance(wire_dtype, str)  # Options has made it a dtype
+        if options.shard_optimizer:
+            self.groups = ShardGroups(collectives, options.shard_group_size, ranks_each, wire_dtype)
+        elif ranks_each is not None:
+            far_twice = wire_dtype is not None and not is_accelerator(self.device)
+            self.levels = Levels(collectives, ranks_each, ranks.world_size, far_twice)
         self.skips: StepSkips | None = None
         if options.skips_steps:
             self.skips = StepSkips(options, ranks, self.groups, self.device)
-        first = collectives if self.groups is None else self.groups.inside
-        second = collectives if self.groups is None else self.groups.across
-        separate_stages(collectives, first, second if options.wire_dtype else None, self.device, self.nodes.one)
+        if self.levels is not None:
+            return
+        first: Collectives | None = collectives
+        second: Collectives | None = collectives
+        if self.groups is not None:
+            first, second = None if self.groups.levels else self.groups.inside, self.groups.across
+        separate_stages(collectives, first, second if wire_dtype else None, self.device, self.nodes.one)
+
+    def _ranks_each(self) -> int | None:
+        """How many ranks each node has, if gradients are reduced in two levels; else None."""
+        options, nodes = self.options, self.nodes
+        wanted = options.hierarchical
+        if wanted is None:
+            on_cpu = not is_accelerator(self.device)
+            wanted = options.wire_dtype is not None or (on_cpu and (options.shard_optimizer or two_levels_pay(nodes)))
+        if not wanted or options.comm_hook is not None or nodes.count in (1, len(nodes.names)):
+            return None
+        if nodes.ranks_each is not None and self.ranks.collectives.has_all_processes():
+            return nodes.ranks_each
+        if self.ranks.rank == 0:
+            warnings.warn(
+                "rank 0: expected a process group of all processes, and nodes with as many ranks each that follow each "
+                f"other, where gradients are reduced in two levels; found {nodes.described}, among "
+                f"{self.ranks.collectives.among_all()[1]} processes. They are reduced in one level, which sends more "
+                "between nodes; hierarchical=False does so without a warning",
+                stacklevel=2,
+            )
+        return None

@@ -225,8 +225,8 @@ class Reducer:
         pack: Pack = partial(_pack_zeros, bucket) if this_pass.contributes_zeros else own
         if with_control is not None:
             report = self._report(this_pass)
-            used = self.table.pending_slots()
-            this_pass.exchange = self._context.control.put_behind(bucket.flat, with_control, report, used)
+            slots, used = len(self.table), self.table.pending_slots()
+            this_pass.exchange = self._context.control.put_behind(bucket.flat, with_control, report, slots, used)
         with bucket.label(self.reduction.name):
             stages = self.reduction.stages(bucket, pack, progress is this_pass.active[-1])
             progress.work = self.lanes[bucket.flat.device].run(stages, common=with_control is not None)

@@ -6,11 +6,10 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from lightning_bucketddp.comm import wire
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.hooks import CommHook, HookBucket
+from lightning_bucketddp.comm.levels import Levels
 from lightning_bucketddp.comm.shard_groups import ShardGroups
 from lightning_bucketddp.comm.wire import Pack
 from lightning_bucketddp.comm.work import Stages, Work
@@ -61,17 +60,20 @@ class AllReduce(Reduction):
     Args:
         collectives: The group.
         wire_dtype: bf16 or fp16: gradients travel in it and are summed in fp32. None for their own dtype.
+        levels: The two levels in which buckets are reduced; None for one level.
     """
 
-    def __init__(self, collectives: Collectives, wire_dtype: torch.dtype | None) -> None:
-        self._collectives, self._wire_dtype = collectives, wire_dtype
-        self.collectives_each = 1 if wire_dtype is None else 2
+    def __init__(self, collectives: Collectives, wire_dtype: torch.dtype | None, levels: Levels | None) -> None:
+        self._collectives, self._wire_dtype, self._levels = collectives, wire_dtype, levels
+        self.collectives_each = (1 if wire_dtype is None else 2) + (0 if levels is None else 2)
 
     def stages(self, bucket: Bucket, pack: Pack, is_last: bool) -> Stages:
         """Sum the bucket with the control vector; give the others their mean."""
         collectives = self._collectives
         if bucket.flat_with_control is not None:
             return collectives.sum(bucket.flat_with_control, partial(pack, 1.0 / collectives.world_size))
+        if self._levels is not None:
+            return self._levels.reduce(bucket.flat, pack, self._wire_dtype)
         return collectives.stage(0).reduce(bucket.flat, pack, self._wire_dtype, collectives.stage(1))
 
 
@@ -80,25 +82,16 @@ class ReduceScatter(Reduction):
 
     Args:
         groups: The shard groups.
-        wire_dtype: As for :class:`AllReduce`.
     """
 
     name = "reduce-scatter"
 
-    def __init__(self, groups: ShardGroups, wire_dtype: torch.dtype | None) -> None:
-        self._groups, self._wire_dtype = groups, wire_dtype
-        if groups.across is not None:
-            self.collectives_each = 2 if wire_dtype is None else 3
+    def __init__(self, groups: ShardGroups) -> None:
+        self._groups, self.collectives_each = groups, groups.collectives_each
 
     def stages(self, bucket: Bucket, pack: Pack, is_last: bool) -> Stages:
         """Leave this rank the mean of its shard."""
-        inside = self._groups.inside.stage(0).reduce_scatter(bucket.flat, pack, self._wire_dtype)
-        return inside if self._groups.across is None else self._then_across(inside, bucket.flat, self._groups.across)
-
-    def _then_across(self, inside: Stages, flat: Tensor, across: Collectives) -> Stages:
-        yield from inside
-        shard = self._groups.shard(flat)
-        yield from across.reduce(shard, wire.packed(shard), self._wire_dtype, across.stage(1))
+        return self._groups.reduce_scatter(bucket.flat, pack)
 
 
 class HookReduce(Reduction):

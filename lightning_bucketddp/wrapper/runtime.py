@@ -132,7 +132,7 @@ class Runtime:
         self._release()
         self.optimizers.close()
         groups = self.passes.wrapped.context.groups
-        # In parts across groups the whole state of optimizers is still gathered.
+        # In parts the whole state of optimizers is still gathered, if shards are divided among some ranks.
         if (groups is None or groups.across is None) and self.passes.peers.failure is None:
             self.collectives.end_parts()
         end_signals.release()

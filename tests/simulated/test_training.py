@@ -20,6 +20,7 @@ from tests.accelerator import DEVICE, simulated, sleep
 from tests.inside import reducer_of
 from tests.models import Mlp, batch, loss_of
 from tests.pool import on_ranks
+from tests.reference import nodes_of_size
 from tests.sampling import some_slow
 from tests.simulated.training import SMALL, Case, Checkpointed, Pictures, TwoStreams, Unused, compare, waits_in
 
@@ -167,6 +168,34 @@ def test_counting_makes_nobody_wait(what: str) -> None:
 @on_ranks(4, cases={"full precision": None, "bf16 wire": BF16}, quick=["bf16 wire"])
 def test_shard_groups_train_to_the_bits_of_the_cpu(wire_dtype: torch.dtype | None) -> None:
     compare(Case({"shard_optimizer": True, "shard_group_size": 2, "wire_dtype": wire_dtype}))
+
+
+TWO_LEVELS: dict[str, dict[str, Any]] = {
+    "plain": {"hierarchical": True},
+    "wire": {"wire_dtype": BF16},
+    "sharded": {"hierarchical": True, "shard_optimizer": True},
+    "sharded, wire": {"wire_dtype": BF16, "shard_optimizer": True},
+}
+
+
+@on_ranks(4, cases=TWO_LEVELS, quick=["plain", "sharded, wire"])
+def test_two_levels_train_to_the_bits_of_the_cpu(options: dict[str, Any]) -> None:
+    with nodes_of_size(2):
+        compare(Case(options))
+        compare(Case(options, dtype=BF16, model=TwoStreams, tolerance=1e-2))
+
+
+@on_ranks(4)
+def test_all_of_two_levels_start_during_backward_in_groups_of_their_own() -> None:
+    with nodes_of_size(2):
+        model = BucketDDP(Mlp(depth=6).to(DEVICE), bucket_cap_mb=SMALL, hierarchical=True)
+    for step in range(4):  # the first pass learns the order
+        x, target = (tensor.to(DEVICE) for tensor in batch(step, dist.get_rank()))
+        during: list[str] = []
+        x.requires_grad_().register_hook(lambda grad, to=during: to.extend(groups_started()))
+        simulated().clear()
+        loss_of(model(x), target).backward()
+    assert len(set(during)) >= 3
 
 
 @on_ranks(2)

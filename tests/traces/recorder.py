@@ -93,7 +93,8 @@ class Roles:
         gathers = operation.startswith("all_gather")
         for at, wrapper in self._open():
             layout, key = wrapper.layout, (at, wrapper.layout, operation, label)
-            last, control = layout.buckets[-1], HEADER + len(layout.slots)
+            last, multiple = layout.buckets[-1], wrapper._passes.wrapped.built.planner.multiple
+            control = -(-(HEADER + len(layout.slots)) // multiple) * multiple
             at_once = group.size() * (last.numel + control), last.numel + group.size() * control
             with_control = {"all_reduce": [last.numel + control], "all_to_all_single": at_once}.get(operation, ())
             for index, bucket in enumerate(layout.buckets):
@@ -104,7 +105,7 @@ class Roles:
                         return "parameters of a bucket"
                 elif gathers and dtype.itemsize >= spec.dtype.itemsize:
                     continue  # gradients are gathered in less precision only
-                elif bucket is last and numel in with_control:
+                elif bucket is last and dtype is spec.dtype and numel in with_control:
                     self._begin_anew([at], label)
                     self._last_wrapper, self._after_control = at, True
                     return f"bucket {index} and control{self._of_wrapper(at)}"

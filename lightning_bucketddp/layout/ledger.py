@@ -1,0 +1,62 @@
+"""The ledger of bytes: what a collective sends between nodes and inside of them, by the backend's algorithm.
+
+An all-reduce of B bytes on two nodes of two ranks, per node. In a ring, ranks send to the next one::
+
+    rank                0   1 | 2   3
+    a ring              -> -> | -> -> back       one rank of a node sends to the other node: 2 (N - 1) / N B leave it
+    two levels          reduce-scatter inside; each rank's half as a ring of two; gather inside: 2 (M - 1) / M B
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Literal, NamedTuple
+
+from lightning_bucketddp.layout.nodes import Nodes
+
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
+Algorithm = Literal["ring", "tree"]
+"""How an all-reduce is done. gloo has rings; NCCL chooses, and has trees for all-reduces between nodes only."""
+
+LEAST_SAVED = 0.1
+"""Two levels pay if at least this share of a ring's bytes stays inside nodes: they are three collectives for one."""
+
+
+class Sent(NamedTuple):
+    """Bytes that one node sends.
+
+    Attributes:
+        between: To other nodes.
+        inside: From rank to rank.
+    """
+
+    between: float
+    inside: float
+
+
+def sent(kind: Kind, nbytes: float, nodes: Sequence[Hashable], algorithm: Algorithm = "ring") -> Sent:
+    """What one collective sends, per node: the mean over the nodes of its group.
+
+    Args:
+        kind: The collective.
+        nbytes: Bytes of the whole message: of an all-reduce's tensor, of all parts that a rank scatters or gathers.
+        nodes: The node of each rank of the group, by rank.
+        algorithm: How an all-reduce is done. A tree sends each byte up and down each edge between nodes, of which there
+            is one less than nodes, and so inside of them.
+    """
+    ranks, count = len(nodes), len(set(nodes))
+    if kind == "all_to_all":
+        away = sum(one != other for one in nodes for other in nodes)
+        each = nbytes / ranks
+        return Sent(away * each / count, (ranks * (ranks - 1) - away) * each / count)
+    if kind == "all_reduce" and algorithm == "tree":
+        return Sent(2 * (count - 1) * nbytes / count, 2 * (ranks - count) * nbytes / count)
+    away = sum(node != nodes[rank - 1] for rank, node in enumerate(nodes))
+    each = (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks * nbytes
+    return Sent(away * each / count, (ranks - away) * each / count)
+
+
+def two_levels_pay(nodes: Nodes) -> bool:
+    """Whether an all-reduce in two levels sends clearly less between nodes than a ring of all ranks."""
+    ring = sent("all_reduce", 1.0, nodes.names).between
+    return 2 * (nodes.count - 1) / nodes.count <= (1 - LEAST_SAVED) * ring
