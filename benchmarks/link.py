@@ -5,14 +5,17 @@
     sudo python benchmarks/link.py --shapes                                   # layers of other sizes as well
     sudo python benchmarks/link.py --only bucketddp "best flags, 2 MiB"       # some peers; saves nothing
     sudo python benchmarks/link.py --num-nodes-only                           # without LOCAL_WORLD_SIZE, Trainers alone
+    sudo python benchmarks/link.py --ranks-per-host 4 --save-as link-2x4      # two hosts of four ranks
 
 In a virtual environment write ``sudo "$(which python)"``.
 
-Two ranks run real gloo, each in its own network namespace; a virtual cable of limited rate joins them. Each layer of
-the model is a timed sleep, which imitates a GPU: the processor is idle meanwhile. So a step's time shows how much of
-the communication a peer hides. Every peer runs in every round, in reverse order in every second one. Figures are
-medians over rounds; ratios compare the same round. The ranks' hosts have one name. Trainers have ``num_nodes=2``, and
-``LOCAL_WORLD_SIZE`` is set as ``torchrun`` sets it, for the plain loops; with ``--num-nodes-only`` it is not.
+Two ranks, or more with ``--ranks-per-host``, run real gloo, in one network namespace for each host; a virtual cable of
+limited rate joins them. Each layer of the model is a timed sleep, which imitates a GPU: the processor is idle
+meanwhile. So a step's time shows how much of the communication a peer hides. Every peer runs in every round, in reverse
+order in every second one. Figures are medians over rounds; ratios compare the same round. The ranks' hosts have one
+name. Trainers have ``num_nodes=2``, and ``LOCAL_WORLD_SIZE`` is set as ``torchrun`` sets it, for the plain loops; with
+``--num-nodes-only`` it is not. With several ranks per host the all-reduce that bounds are computed from is gloo's ring
+of all ranks, which two levels may beat; and eight ranks keep two cores busy at 2 Gbit/s.
 
 The reference case has 24 layers, 58 MB of gradients, 4 ms forward and 8 ms backward a layer, and 2 Gbit/s. In the
 others the layers' times follow from the ratio of backward to an all-reduce of all gradients at the link's rate: each of
@@ -76,6 +79,7 @@ class Job:
         rounds: How often each runs.
         steps: Counted steps of a run; some to warm up come before.
         launcher_tells: Whether ``LOCAL_WORLD_SIZE`` is set.
+        ranks_per_host: How many ranks each of the two hosts has.
     """
 
     case: Case
@@ -83,6 +87,7 @@ class Job:
     rounds: int
     steps: int
     launcher_tells: bool = True
+    ranks_per_host: int = 1
 
 
 def worker(rank: int, folder: Path) -> None:
@@ -100,8 +105,9 @@ def worker(rank: int, folder: Path) -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:{PORT}", rank=rank, world_size=2)
-    measured = Measured(sizes=job.case.sizes)
+    ranks = 2 * job.ranks_per_host
+    dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:{PORT}", rank=rank, world_size=ranks)
+    measured = Measured(sizes=job.case.sizes, ranks=ranks)
     chosen = []
     for peer in peers():
         if peer.name in job.peers:
@@ -177,20 +183,21 @@ def _unsynchronised_seconds(model: Any) -> tuple[float, float, float]:
 
 
 def measure(names: tuple[str, str], job: Job) -> Measured:
-    """Run both ranks.
+    """Run all ranks.
 
     Raises:
-        SystemExit: If one fails; the other is ended.
+        SystemExit: If one fails; the others are ended.
     """
     limit(names, job.case.rate)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "job.json").write_text(json.dumps(asdict(job)))
         processes: list[subprocess.Popen[bytes]] = []
-        for rank, name in enumerate(names):
+        for rank in range(2 * job.ranks_per_host):
+            name = names[rank // job.ranks_per_host]
             settings = {"GLOO_SOCKET_IFNAME": name, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
             environment = {name: value for name, value in os.environ.items() if name != "LOCAL_WORLD_SIZE"}
             if job.launcher_tells:
-                settings["LOCAL_WORLD_SIZE"] = "1"
+                settings["LOCAL_WORLD_SIZE"] = str(job.ranks_per_host)
             command = ["ip", "netns", "exec", name, sys.executable, __file__, "--worker", str(rank), folder]
             processes.append(subprocess.Popen(command, env={**environment, **settings}))
         try:
@@ -234,16 +241,16 @@ def chosen_peers(
 
 def jobs_of(arguments: argparse.Namespace) -> list[Job]:
     """The reference case, then others."""
-    tells = not arguments.num_nodes_only
+    tells, each = not arguments.num_nodes_only, arguments.ranks_per_host
     first = chosen_peers(arguments.only, trainers_only=not tells)
     if arguments.quick:
-        return [Job(case_of(20.0, 1.0), first, 1, 2, tells)]
-    jobs = [Job(reference(arguments.rate), first, arguments.rounds, arguments.steps, tells)]
+        return [Job(case_of(20.0, 1.0), first, 1, 2, tells, each)]
+    jobs = [Job(reference(arguments.rate), first, arguments.rounds, arguments.steps, tells, each)]
     others = [(case, SWEPT) for case in swept(arguments.rates, arguments.ratios)]
     others += [(shaped(name), SHAPED) for name in (SHAPES if arguments.shapes else ())]
     for case, among in others:
         peers = chosen_peers(arguments.only, among, trainers_only=not tells)
-        jobs.append(Job(case, peers, arguments.sweep_rounds, arguments.sweep_steps, tells))
+        jobs.append(Job(case, peers, arguments.sweep_rounds, arguments.sweep_steps, tells, each))
     return jobs
 
 
@@ -263,6 +270,7 @@ def main() -> None:
     parser.add_argument(
         "--num-nodes-only", action="store_true", help="leave LOCAL_WORLD_SIZE out, and with it the plain loops"
     )
+    parser.add_argument("--ranks-per-host", type=int, default=1, help="how many ranks each of the two hosts has")
     parser.add_argument("--quick", action="store_true", help="one round at 20 Gbit/s; saves nothing")
     parser.add_argument("--save-as", help="save the results of --only under this name")
     parser.add_argument("--note", default="", help="what the saved results say of the run, such as a busy machine")

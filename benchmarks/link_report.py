@@ -16,7 +16,6 @@ UNSYNCHRONISED = "unsynchronised"
 BOUND = "bound for an all-reduce"
 HALF_BOUND = "bound for an all-reduce in 16 bits"
 SHARDED_BOUND = "bound for a sharded optimizer"
-RANKS = 2
 
 
 @dataclass
@@ -32,6 +31,7 @@ class Measured:
         passes: By peer of this package, the median times of backward, and from its end until gradients were published.
         skipped: By peer, why it did not run.
         sizes: Parameters of each layer.
+        ranks: How many ranks there are, on two hosts.
     """
 
     steps: dict[str, list[float]] = field(default_factory=dict)
@@ -42,6 +42,7 @@ class Measured:
     passes: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     sizes: Sequence[int] = EVEN
+    ranks: int = 2
 
     @property
     def exposed(self) -> float:
@@ -67,7 +68,7 @@ class Measured:
 
         By a reduce-scatter during backward, a step on one shard, and an all-gather during the next forward.
         """
-        saved = median(self.optimizer) * (1 - 1 / RANKS)
+        saved = median(self.optimizer) * (1 - 1 / self.ranks)
         return median(self.steps[UNSYNCHRONISED + PLAIN * plain]) - saved + self.exposed_sharded
 
     def hidden(self, peer: str) -> float:
@@ -111,7 +112,7 @@ def described(case: Case, measured: Measured) -> str:
                 lines.append([name + PLAIN * plain, *cells])
     head = (
         f"{case.name}: {case.rate:g} Gbit/s, backward / all-reduce {case.ratio:.2f}; {case.forward_ms:.1f} ms forward "
-        f"and {case.backward_ms:.1f} ms backward a layer\n"
+        f"and {case.backward_ms:.1f} ms backward a layer; ranks on each host: {measured.ranks // 2}\n"
         f"all-reduce of all gradients, {NBYTES / 1e6:.0f} MB in one piece: {median(measured.all_reduce) * 1e3:.0f} ms "
         f"(fastest {min(measured.all_reduce) * 1e3:.0f}, {wire_seconds(case.rate) * 1e3:.0f} at the link's rate); "
         f"backward: {median(measured.backward) * 1e3:.0f} ms, forward: {median(measured.forward) * 1e3:.0f} ms, "
