@@ -116,7 +116,7 @@ def test_both_train_to_the_same_weights(kind: str) -> None:
 
 # ---- where `pytorch-lightning` alone is installed ---------------------------------------------------------
 
-SELECTED = ["test_cli.py", "test_fabric.py", "test_fit.py", "test_like_ddp.py", "test_ray.py"]
+SELECTED = ["test_cli.py", "test_exact_resume.py", "test_fabric.py", "test_fit.py", "test_like_ddp.py", "test_ray.py"]
 """Of tests/trainer: a tenth of its cases and more."""
 
 WITHOUT = """

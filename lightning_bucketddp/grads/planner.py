@@ -60,6 +60,11 @@ class LayoutPlanner:
         self.add(table.trainable_now())
         self.due = False
 
+    @property
+    def sets(self) -> list[TrainableSet]:
+        """The trainable sets that shape buckets, in the order in which they came."""
+        return [*self._grouping_sets]
+
     def knows(self, trainable: TrainableSet) -> bool:
         """Whether the layout serves this set too."""
         dense = self._table.without_sparse(trainable)

@@ -438,6 +438,7 @@ class TrainerOptions(Options):
     async_save: bool = False
     uneven_inputs: UnevenInputs | None = None
     exact_evaluation: bool = False
+    exact_resume: bool = False
     logged_keys: LoggedKeys = "same"
 
     def __post_init__(self) -> None:
@@ -450,6 +451,8 @@ class TrainerOptions(Options):
                 f'expected state_dict_type="sharded" with async_save=True, found {self.state_dict_type!r}: a single '
                 "file is written by a CheckpointIO. Give the Trainer Lightning's AsyncCheckpointIO for that"
             )
+        if self.exact_resume and self.uneven_inputs is not None:
+            self._refuse("exact_resume", "goes by batches that all ranks have alike", "uneven_inputs")
         if self.uneven_inputs == "active_ranks" and self.rescales:
             raise ValueError(
                 'expected uneven_inputs="active_ranks" or gradient_divide_by, found both: each says what gradients are '

@@ -16,6 +16,9 @@ from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.participant import Participant
 from lightning_bucketddp.reducer.state import Origin, Pass
 
+Lesson = tuple[list[float | None], list[int], list[TrainableSet]]
+"""Of each slot when its first gradient was ready; slots with several gradients; the sets that shape buckets."""
+
 
 class OrderLearner(Participant):
     """Decides which passes teach the order, and tells the planner the order; the same on every rank.
@@ -40,7 +43,7 @@ class OrderLearner(Participant):
         self._position: dict[int, int] = {}  # of each slot's first gradient
         self._repeated: set[int] = set()  # slots with several gradients
         self._looked_at: set[TrainableSet] = set()
-        self.lessons: list[tuple[list[float | None], list[int]]] = []
+        self.lessons: list[Lesson] = []
 
     @property
     def follows_gradients(self) -> bool:
@@ -53,17 +56,20 @@ class OrderLearner(Participant):
             self._looked_at.add(trainable)
             self._teaches |= self._planner.overlap and self._planner.unseen(trainable)
 
-    def resume(self, lessons: list[tuple[list[float | None], list[int]]]) -> None:
+    def resume(self, lessons: list[Lesson]) -> None:
         """Learn what an earlier run has learned; the same on every rank, before optimizer state is loaded.
 
         Sums of three ranks and more depend on the layout, and so on the order.
         """
-        for lesson in lessons:
-            self._learn(*lesson)
+        for positions, repeated, *sets in lessons:  # version 0.2 saved no sets
+            for trainable in sets[0] if sets else ():
+                if len(trainable) == len(self._table.all_params) and not self._planner.knows(tuple(trainable)):
+                    self._planner.add(tuple(trainable))
+            self._learn(positions, repeated)
 
     def _learn(self, positions: list[float | None], repeated: list[int]) -> None:
         if len(positions) == len(self._table):  # else the other run had other trainable sets
-            self.lessons.append((positions, repeated))
+            self.lessons.append((positions, repeated, self._planner.sets))
             self._planner.learn(positions, repeated)
             self._planner.due, self._teaches = True, False
 

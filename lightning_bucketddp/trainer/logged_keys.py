@@ -248,9 +248,45 @@ def _parts(metric: _ResultMetric) -> list[Tensor]:
 
 
 def _logged(key: str, metric: _ResultMetric) -> _Logged:
+    return _Logged(key, metric.value.dtype, _metadata(metric))
+
+
+def _metadata(metric: _ResultMetric) -> dict[str, Any]:
     metadata = {each.name: getattr(metric.meta, each.name) for each in fields(metric.meta) if each.name != "_sync"}
     metadata["reduce_fx"] = metric.meta.sync.op  # a function need not be picklable
-    return _Logged(key, metric.value.dtype, metadata)
+    return metadata
+
+
+def collected(results: Mapping[str, Any]) -> dict[str, Any]:
+    """What a rank has logged for the end of the epoch so far, as tensors and simple types."""
+    found = {}
+    for key, metric in results.items():
+        sync = metric.meta.sync
+        if metric.meta.on_epoch and not metric.has_reset and sync.group is None:
+            states = {name: getattr(metric, name).cpu() for name in metric._defaults} if metric.is_tensor else None
+            found[key] = _metadata(metric), sync.should, sync.rank_zero_only, states
+    return found
+
+
+def restore_collected(results: Any, found: Mapping[str, Any], modules: Mapping[str, Any], strategy: Any) -> None:
+    """Log once more what :func:`collected` has found.
+
+    Args:
+        results: Where a training epoch's values are.
+        found: What was found on this rank.
+        modules: The LightningModule's modules by name, among them its metrics.
+        strategy: Reduces values.
+    """
+    for key, (metadata, should, rank_zero_only, states) in found.items():
+        meta = _Metadata(**metadata)
+        meta.sync = _Sync(_should=should, fn=strategy.reduce, rank_zero_only=rank_zero_only)
+        metric = _ResultMetric(meta, is_tensor=states is not None).to(strategy.root_device)
+        for name, value in (states or {}).items():
+            setattr(metric, name, value.to(strategy.root_device))
+        if states is None:
+            metric.value = modules[metadata["metric_attribute"]]
+        metric._update_count = 1
+        results[key] = metric
 
 
 def _in_words(metric: _ResultMetric, when: str, dtype: torch.dtype) -> str:

@@ -2,12 +2,9 @@
 
 import logging
 import os
-import random
 import signal
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-import numpy as np  # torchmetrics, which Lightning requires, brings it
-import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -16,25 +13,17 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_bucketddp.comm.devices import is_accelerator
 from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.peers.end_signals import PATIENCE_SECONDS, SIGNALS, end_signals
 from lightning_bucketddp.trainer.checkpoints import ORDER_KEY
+from lightning_bucketddp.trainer.exact_resume import begin_next_epoch
+from lightning_bucketddp.trainer.random_state import random_state
 from lightning_bucketddp.trainer.wrapper import BucketDDPInTrainer
 
 _log = logging.getLogger(__name__)
 _RANKS, _STOPS = "bucketddp_ranks", "bucketddp_stops"
 """Entries of a checkpoint: each rank's random-number state and dataloaders' states; the learned order of gradients;
 whether a callback has asked training to stop."""
-
-
-@runtime_checkable
-class _Stateful(Protocol):
-    """A dataloader of which Lightning saves the state; its own protocol is private."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class PreemptionCheckpoint(Callback):
@@ -207,8 +196,9 @@ class PreemptionCheckpoint(Callback):
         self._saving, trainer.state.status = False, status
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add what each rank needs to go on."""
-        if not self._saving:
+        """Add what each rank needs to go on. With ``exact_resume`` the strategy does, in each checkpoint."""
+        strategy: Any = trainer.strategy
+        if not self._saving or strategy.exact_resume is not None:
             return
         loaders = CombinedLoader(trainer.train_dataloader).flattened
         states = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
@@ -219,32 +209,26 @@ class PreemptionCheckpoint(Callback):
                 "length: Lightning does not take it up where it was. Use torchdata's StatefulDataLoader, with a length"
             )
         wrapper = BucketDDPInTrainer.of(trainer, self)
-        random_state = _random_state(trainer.strategy.root_device)
-        checkpoint[_RANKS] = wrapper._runtime.ranks.objects((random_state, states), "the random states of all ranks")
+        mine = random_state(trainer.strategy.root_device), states
+        checkpoint[_RANKS] = wrapper._runtime.ranks.objects(mine, "the random states of all ranks")
         checkpoint[ORDER_KEY], checkpoint[_STOPS] = wrapper._passes.wrapped.built.learner.lessons, trainer.should_stop
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Find what this rank has saved."""
         ranks = checkpoint.get(_RANKS, ())
         if trainer.training and len(ranks) == trainer.world_size:
-            random_state, loaders = ranks[trainer.global_rank]
-            self._resumes = random_state, checkpoint.get(_STOPS, False), loaders
+            generators, loaders = ranks[trainer.global_rank]
+            self._resumes = generators, checkpoint.get(_STOPS, False), loaders
             checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loaders  # rank 0's were there
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go on from there: only now, as dataloaders draw random numbers when they are made."""
         if self._resumes is None:
             return
-        (random_state, trainer.should_stop, loader_states), self._resumes = self._resumes, None
-        if _epoch_has_ended(trainer):  # begin the next one as usual; with `max_steps` Lightning would skip it
-            trainer.fit_loop.on_iteration_done()
-            trainer.fit_loop.epoch_loop.on_iteration_done()
-            loaders = CombinedLoader(trainer.train_dataloader).flattened
-            stateful: list[Any] = [loader for loader in loaders if isinstance(loader, _Stateful)]
-            for loader, state in zip(stateful if loader_states else (), loader_states, strict=True):
-                loader.load_state_dict(state)
-                iter(loader)  # is at its end; the epoch begins another one
-        _random_state(trainer.strategy.root_device, random_state)
+        (generators, trainer.should_stop, loader_states), self._resumes = self._resumes, None
+        if _epoch_has_ended(trainer):
+            begin_next_epoch(trainer, loader_states)
+        random_state(trainer.strategy.root_device, generators)
 
 
 def _requeue_signal(trainer: Trainer) -> signal.Signals | None:
@@ -256,25 +240,3 @@ def _requeue_signal(trainer: Trainer) -> signal.Signals | None:
 def _epoch_has_ended(trainer: Trainer) -> bool:
     epochs: Any = trainer.fit_loop.epoch_progress.current
     return bool(epochs.processed == epochs.ready)
-
-
-def _random_state(device: torch.device, set_to: list[Any] | None = None) -> list[Any]:
-    """The state of all generators, of types that ``torch.load(weights_only=True)`` loads; sets it if one is given.
-
-    Args:
-        device: The device that trains. A state of another kind of device leaves its generator as it is.
-        set_to: What this function returned in an earlier run.
-    """
-    module: Any = torch.get_device_module(device) if is_accelerator(device) else torch
-    if set_to is not None:
-        setters: list[Any] = [random.setstate, np.random.set_state, torch.set_rng_state]
-        *states, of_device = set_to
-        for setter, state in zip(setters, states, strict=True):
-            setter(state)
-        if not isinstance(of_device, dict):  # of version 0.2, which did not say of which device
-            of_device = {device.type: of_device} if len(of_device) == len(module.get_rng_state()) else {}
-        if device.type in of_device:
-            module.set_rng_state(of_device[device.type])
-    numpy: Any = np.random.get_state()
-    of_device = {device.type: module.get_rng_state()}
-    return [random.getstate(), (numpy[0], numpy[1].tolist(), *numpy[2:]), torch.get_rng_state(), of_device]

@@ -35,6 +35,7 @@ from lightning_bucketddp.trainer import checkpoints, common, finetuning
 from lightning_bucketddp.trainer.common import forwarded
 from lightning_bucketddp.trainer.ddp_hooks import with_ddp_hook
 from lightning_bucketddp.trainer.exact_evaluation import EachSampleOnce
+from lightning_bucketddp.trainer.exact_resume import ExactResume
 from lightning_bucketddp.trainer.launchers import ScriptLauncher, TellingLauncher
 from lightning_bucketddp.trainer.layer_sync import BatchNormSync
 from lightning_bucketddp.trainer.precision import adapt_precision
@@ -92,6 +93,10 @@ class BucketDDPStrategy(EachSampleOnce):
         exact_evaluation: Validation and test take each sample once. By default Lightning's sampler repeats some, so
             that ranks have equally many. Here they have equally many batches, and the last one or two of a rank are
             smaller. Epoch means with ``sync_dist=True`` weigh by samples. Samplers of your own are left alone.
+        exact_resume: A checkpoint says which samples of an epoch are left, and what each rank needs to take them as the
+            undisturbed run would have. A resumed run then ends with its weights, bit for bit if kernels are
+            deterministic. On another number of ranks it takes each sample that is left once. Data loading workers seed
+            their generators for each sample. What cannot be resumed so is named when training starts.
         logged_keys: Which keys ranks may log with ``self.log(..., sync_dist=True)``. ``"same"`` (the default): all
             ranks the same ones. A key that a rank lacks is an error on all ranks. ``"any"``: a rank may lack keys that
             others have logged in the batches of an epoch. Their epoch value is that of the ranks that have them. Costs
@@ -112,6 +117,7 @@ class BucketDDPStrategy(EachSampleOnce):
         lightnings["ddp_comm_state"] = self._options.comm_hook_state
         lightnings |= common.of_torch(options)  # for programs that look at them
         super().__init__(exact_evaluation=self._options.exact_evaluation, **lightnings)
+        self.exact_resume = ExactResume(self) if self._options.exact_resume else None
         self._writer: CheckpointWriter | None = None  # while training, with `async_save`
         self._evened_loader: EvenedLoader | None = None
         self._listener: AbortListener | None = None
@@ -210,6 +216,8 @@ class BucketDDPStrategy(EachSampleOnce):
                 self._options.shard_optimizer or self._options.state_dict_type == "sharded"
             ):  # else a destroyed group would stay
                 self._ended = wrapper
+        if self.exact_resume is not None:
+            self.exact_resume.end()
         self._until_teardown.close()
         self._evened_loader = self._listener = self._peers = None
         super().teardown()
@@ -339,6 +347,8 @@ class BucketDDPStrategy(EachSampleOnce):
     @override
     def process_dataloader(self, dataloader: Any) -> object:
         module = self.lightning_module
+        if self.exact_resume is not None and module is not None and module.trainer.training:
+            self.exact_resume.take_in(dataloader)
         if self._options.uneven_inputs is None or module is None or not module.trainer.training:
             return super().process_dataloader(dataloader)
         require_countable_batches(module, self._evened_loader)
@@ -372,6 +382,8 @@ class BucketDDPStrategy(EachSampleOnce):
     def on_train_start(self) -> None:
         if (module := self.lightning_module) is not None:
             begin_epoch_anew(module.trainer)
+        if self.exact_resume is not None:
+            self.exact_resume.begin()
         self._end_writer()  # is there if the search for a batch size has broken a training off
         if self._options.async_save and (wrapper := self.bucket_ddp) is not None and (module := self.lightning_module):
             self._writer = checkpoints.start_writer(wrapper, module.trainer, self._until_teardown)
@@ -412,6 +424,8 @@ class BucketDDPStrategy(EachSampleOnce):
             return
         if self.lightning_module is not None:
             finetuning.add_trainable(checkpoint, self.lightning_module, self._trainable_at_setup)
+        if self.exact_resume is not None:
+            self.exact_resume.add_to(checkpoint)
         if not self._saves_parts():
             self._end_writer()  # it may be writing a checkpoint of that name
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -479,10 +493,15 @@ class BucketDDPStrategy(EachSampleOnce):
             self._writer.settle()
         checkpoint_path = self.broadcast(checkpoint_path)  # a batch-size finder's has another name on each rank
         path = Path(checkpoint_path)
-        if not checkpoints.is_checkpoint_directory(path):
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        assert self.lightning_module is not None
-        return checkpoints.load_weights(path, self.lightning_module, self.bucket_ddp, self._ranks(), weights_only)
+        if checkpoints.is_checkpoint_directory(path):
+            assert self.lightning_module is not None
+            ranks = self._ranks()
+            found = checkpoints.load_weights(path, self.lightning_module, self.bucket_ddp, ranks, weights_only)
+        else:
+            found = super().load_checkpoint(checkpoint_path, weights_only)
+        if self.exact_resume is not None and self.lightning_module is not None:
+            self.exact_resume.look_into(found)
+        return found
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -490,6 +509,8 @@ class BucketDDPStrategy(EachSampleOnce):
             finetuning.restore_trainable(checkpoint, self.lightning_module)
         if self.bucket_ddp is not None:
             self.bucket_ddp._passes.wrapped.resume_order(checkpoint.get(checkpoints.ORDER_KEY, []))
+            if self.exact_resume is not None:
+                self.exact_resume.restore(checkpoint)
         if (directory := checkpoint.get(checkpoints.DIRECTORY_KEY)) is None:
             super().load_optimizer_state_dict(checkpoint)
             return

@@ -20,7 +20,8 @@ from lightning_bucketddp import BucketDDP, PeerFailureError, PreemptionCheckpoin
 from lightning_bucketddp.comm.groups import Group
 from lightning_bucketddp.peers import roll_call
 from lightning_bucketddp.peers.abort_listener import tell_failure
-from lightning_bucketddp.trainer import preemption, strategy
+from lightning_bucketddp.trainer import strategy
+from lightning_bucketddp.trainer.random_state import random_state
 from tests.accelerator import DEVICE, simulated
 from tests.lightning_models import Regression, data, ours, trainer
 from tests.models import Branches, Fragile, Mlp, batch, loss_of
@@ -245,15 +246,15 @@ def test_a_preempted_run_ends_on_all_ranks_after_one_step_with_a_checkpoint() ->
 
 @on_ranks(1)
 def test_random_states_move_between_kinds_of_machines() -> None:
-    saved = {device: preemption._random_state(device) for device in (CPU, DEVICE)}
+    saved = {device: random_state(device) for device in (CPU, DEVICE)}
     for here, there in product(saved, saved):
         torch.rand(3), torch.rand(3, device=DEVICE)
         with patch.object(torch.sim, "set_rng_state") as set_of_device:
-            preemption._random_state(here, saved[there])
+            random_state(here, saved[there])
         assert torch.equal(torch.get_rng_state(), saved[there][2])
         assert set_of_device.called == (here == there == DEVICE)
     for of_device in (saved[CPU][-1]["cpu"], torch.zeros(16, dtype=torch.uint8)):  # of 0.2: the second is CUDA's
-        preemption._random_state(CPU, [*saved[CPU][:-1], of_device])
+        random_state(CPU, [*saved[CPU][:-1], of_device])
 
 
 @pytest.mark.slow  # it waits until nobody answers

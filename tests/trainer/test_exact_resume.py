@@ -1,0 +1,220 @@
+"""With ``exact_resume`` a resumed run takes the samples that were left, and ends as the undisturbed run did."""
+
+import os
+import signal
+import warnings
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from lightning_bucketddp import BatchSizeFinder, PreemptionCheckpoint
+from tests.lightning_models import ddp, ours
+from tests.pool import RunRanks, on_ranks
+from tests.sampling import some_slow
+from tests.trainer.resume_matrix import (
+    ELSEWHERE,
+    LOADERS,
+    PLACES,
+    TORCHDATA,
+    Augmented,
+    Remembers,
+    Run,
+    Saves,
+    both,
+    compared,
+    fit,
+    run,
+    trainer,
+)
+
+KEY = "bucketddp_exact_resume"
+SAMPLER = "the Trainer's sampler"
+CASES = [(loader, workers, place) for loader, numbers in LOADERS.items() for workers, place in product(numbers, PLACES)]
+CASES += [(SAMPLER, 0, place) for place in ELSEWHERE]
+QUICK = [
+    *(
+        (SAMPLER, 0, "first batch"),
+        (SAMPLER, 0, "last batch"),
+        (SAMPLER, 1, "in validation"),
+        (SAMPLER, 2, "in a window"),
+    ),
+    *(("RandomSampler on each rank", 2, "middle"), ("with state_dict()", 0, "in validation")),
+    *((SAMPLER, 0, "epoch's end, steps"), (SAMPLER, 0, "limited"), (SAMPLER, 0, "after the epoch's validation")),
+]
+
+
+def require_same(undisturbed: Run, resumed: Run, loader: str = SAMPLER, told: bool = True) -> None:
+    assert undisturbed.before, "it was saved"
+    assert resumed.taken == [batches[undisturbed.before :] for batches in undisturbed.taken], "with the same losses"
+    assert compared(undisturbed, resumed, loader) == (0, 0, 0)
+    if told:  # metrics and learning rates of each epoch that ends after the resume
+        assert resumed.told == undisturbed.told[-len(resumed.told) :]
+
+
+@pytest.mark.parametrize(("loader", "workers", "place"), some_slow(CASES, QUICK))
+def test_a_resumed_run_ends_as_the_undisturbed_one(
+    run_ranks: RunRanks, tmp_path: Path, loader: str, workers: int, place: str
+) -> None:
+    runs = both(run_ranks, tmp_path, "bucketddp", loader, workers, place)
+    require_same(*runs, loader, told=place != "in a window")
+
+
+def test_torchdatas_loader_goes_on_where_it_was(run_ranks: RunRanks, tmp_path: Path) -> None:
+    pytest.importorskip("torchdata", reason="torchdata is not installed")
+    require_same(*both(run_ranks, tmp_path, "bucketddp", TORCHDATA, 0, "middle"), TORCHDATA)
+
+
+# What decides the order of sums, or how gradients are changed: options of the strategy.
+CARRIED: dict[str, dict[str, Any]] = {
+    "the learned order": {"bucket_cap_mb": 1},
+    "PowerSGD": {"comm_hook": "powersgd"},
+    "norms": {"skip_norm_above": 1.01, "max_skipped": 100},
+    "shards in a directory": {"shard_optimizer": True, "state_dict_type": "sharded", "bucket_cap_mb": 1},
+}
+
+
+@pytest.mark.parametrize("name", some_slow(CARRIED, ["PowerSGD", "shards in a directory"]))
+def test_three_ranks_go_on_bit_for_bit(run_ranks: RunRanks, tmp_path: Path, name: str) -> None:
+    runs = [run_ranks(3, run_with, tmp_path, name, resumes)[0] for resumes in (False, True)]
+    require_same(*runs)
+
+
+def run_with(folder: Path, name: str, resumes: bool) -> Run:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "rank 0: all ranks skip")
+        return run(folder, "bucketddp", SAMPLER, 0, "middle", resumes, **CARRIED[name])
+
+
+def in_order(taken: list[Any], batches: range) -> list[int]:
+    """The samples of all ranks, in the order in which they take them."""
+    steps = [zip(*(of_rank[at][1] for of_rank in taken), strict=True) for at in batches]
+    return [sample for step in steps for row in step for sample in row]
+
+
+def test_another_number_of_ranks_takes_each_sample_that_is_left_once(run_ranks: RunRanks, tmp_path: Path) -> None:
+    undisturbed = run_ranks(2, run, tmp_path, "bucketddp", SAMPLER, 0, "middle", False)[0]
+    resumed, told = run_ranks(3, run_and_hear, tmp_path)[0]
+    left, found = in_order(undisturbed.taken, range(2, 6)), in_order(resumed.taken, range(3))
+    assert len(left) == 14
+    assert found[:14] == left
+    assert len(found) == 15, "3 ranks have equally many"
+    assert [epoch for epoch, *_ in resumed.taken[0]] == [0] * 3 + [1] * 4
+    assert "resumed on 3 ranks a run of 2: a batch of all ranks has 6 instead of 4 samples; 1 of those that are" in told
+
+
+def run_and_hear(folder: Path) -> tuple[Run, str]:
+    with warnings.catch_warnings(record=True, action="always") as heard:
+        found = run(folder, "bucketddp", SAMPLER, 0, "middle", True)
+    return found, " ".join(str(each.message) for each in heard)
+
+
+@on_ranks(2)
+def test_a_checkpoint_holds_simple_types_and_only_with_the_option(tmp_path: Path) -> None:
+    for strategy, name in ((ours(exact_resume=True), "with"), (ours(), "without"), (ddp(), "ddp")):
+        folder = tmp_path / name
+        fit(Remembers(folder, "batch", 2), strategy, SAMPLER, 0, "middle", 10)
+        dist.barrier()
+    found = {name: torch.load(tmp_path / name / "saved.ckpt", weights_only=True) for name in ("with", "without", "ddp")}
+    assert KEY in found["with"]
+    assert found["without"].keys() == found["ddp"].keys()
+
+
+def other_ranks_with_a_state(folder: Path) -> None:
+    with pytest.raises(ValueError, match="expected 2 ranks for this checkpoint, as when it was saved, found 1: only"):
+        run(folder, "bucketddp", "with state_dict()", 0, "middle", True)
+
+
+def test_states_of_dataloaders_go_to_as_many_ranks_alone(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(2, run, tmp_path, "bucketddp", "with state_dict()", 0, "middle", False)
+    run_ranks(1, other_ranks_with_a_state, tmp_path)
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([Augmented()[index] for index in range(8)])
+
+
+class Moody(Sampler[int]):
+    def __iter__(self) -> Any:
+        return iter(range(8))
+
+    def __len__(self) -> int:
+        return 8
+
+
+@on_ranks(1)
+def test_what_is_not_resumed_exactly_is_named_at_the_first_start(tmp_path: Path) -> None:
+    def told(loader: Any) -> str:
+        with warnings.catch_warnings(record=True, action="always") as heard:
+            trainer(ours(exact_resume=True), limit_train_batches=2).fit(Remembers(tmp_path), loader)
+        return " ".join(str(each.message) for each in heard if "exact_resume" in str(each.message))
+
+    start = "exact_resume: a resumed run will not go on exactly, as "
+    assert (
+        told(DataLoader(Endless(), 2))
+        == f"{start}DataLoader gives no samples by index in batches, and has no state_dict()"
+    )
+    order = "Moody has neither state_dict() nor set_epoch(): its order must be fixed"
+    assert told(DataLoader(Augmented(), 2, sampler=Moody())) == start + order
+    assert told(DataLoader(Augmented(), 2, shuffle=True)) == ""
+    with pytest.raises(ValueError, match="exact_resume=True goes by batches that all ranks have alike"):
+        ours(exact_resume=True, uneven_inputs="world_size")
+
+
+class Sized(Remembers):
+    """Has a batch size that is searched for. Forgets what trials have taken."""
+
+    batch_size = 2
+
+    def on_train_start(self) -> None:
+        self.taken.clear()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Augmented(), self.batch_size, shuffle=True)
+
+
+@on_ranks(2)
+def test_a_resumed_run_does_not_search_for_its_batch_size_again(tmp_path: Path) -> None:
+    def searched(model: Sized, path: Path | None = None) -> Sized:
+        callbacks = [BatchSizeFinder(max_trials=1, steps_per_trial=1, init_val=2 if path is None else 1), Saves()]
+        options = {"limit_val_batches": 0, "num_sanity_val_steps": 0, "default_root_dir": tmp_path}
+        fits = trainer(ours(exact_resume=True), callbacks=callbacks, use_distributed_sampler=True, **options)
+        fits.fit(model, ckpt_path=path)
+        return model
+
+    undisturbed = searched(Sized(tmp_path, "batch", 2))
+    resumed = searched(Sized(tmp_path), tmp_path / "saved.ckpt")
+    assert len(undisturbed.taken[0][1]) == 4
+    assert resumed.taken == undisturbed.taken[2:] != []
+
+
+@on_ranks(2)
+def test_a_preempted_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    def preempted(folder: Path, batches: int, seed: int, **options: Any) -> Remembers:
+        model = Remembers(folder)
+        saves = PreemptionCheckpoint(folder, resume=True)
+        callbacks = [Signals(batches), saves]
+        fit(model, ours(exact_resume=True), SAMPLER, 0, "middle", seed, callbacks=callbacks, **options)
+        return model
+
+    class Signals(Saves):
+        def __init__(self, batches: int) -> None:
+            self.batches = batches
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if len(pl_module.taken) == self.batches and trainer.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    undisturbed = preempted(tmp_path / "a", -1, 10)
+    with pytest.raises(SIGTERMException):
+        preempted(tmp_path / "b", 2, 10)
+    dist.barrier()
+    resumed = preempted(tmp_path / "b", -1, 20)
+    assert resumed.taken == undisturbed.taken[3:]
+    assert all(map(torch.equal, undisturbed.parameters(), resumed.parameters()))
