@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 import pytest
 
@@ -56,7 +56,9 @@ def test_counts_are_those_of_the_page(
     found = run_ranks(2, count, model, peer)[0]
     if request.config.getoption("--update-traces"):
         write(model, {**read(model), peer: found})
-    assert read(model).get(peer) == found
+    expected = read(model)[peer]
+    assert replace(found, calls=0) == replace(expected, calls=0)
+    assert found.calls == pytest.approx(expected.calls, rel=0.1, abs=1)
 
 
 @pytest.mark.parametrize("model", MODELS)
