@@ -1,13 +1,16 @@
 """The examples run from end to end and show what they promise, on ranks that look as torchrun starts them."""
 
+import os
 import re
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.launchers import code_cells, free_port, run_as_torchrun, run_notebook
-from tests.pool import RunRanks
+from tests.pool import ROOT, RunRanks
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +47,25 @@ def test_finetune_digits_where_ddp_drifts(run_ranks: RunRanks) -> None:
     output = printed(run_ranks, "finetune_digits.py", "--strategy", "ddp", "--epochs", "2")
     assert number_after(DIFFERENCE, output) > 0
     assert "drifted apart" in output
+
+
+def test_ranks_go_on_without_one_that_was_killed_and_start_again_with_it(tmp_path: Path) -> None:
+    def started(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, str(ROOT / "examples/go_on_without_a_rank.py"), "run", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250, check=False
+        )
+
+    first = started("--kill", "1")
+    assert first.returncode == 75, first.stderr
+    weights = re.findall(r"rank [02]: 2 ranks at step 10, sum of weights (\S+)", first.stdout)
+    assert len(weights) == 2
+    assert len(set(weights)) == 1
+    assert "exit codes [75, -9, 75]" in first.stdout
+    second = started()
+    assert second.returncode == 0, second.stderr
+    assert len(re.findall(r"rank \d: 3 ranks at step 20", second.stdout)) == 3
 
 
 def test_train_bytes_bf16(run_ranks: RunRanks) -> None:

@@ -9,7 +9,7 @@ import importlib
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -239,11 +239,11 @@ def both(ranks: Any, folder: Path, *case: Any, other: int | None = None) -> tupl
     return ranks(2, run, folder, *case, False)[0], ranks(other or 2, run, folder, *case, True)[0]
 
 
-def table(ranks: Any) -> Iterator[str]:
+def table(ranks: Any, strategies: Iterable[str] = STRATEGIES) -> Iterator[str]:
     """The rows of the page's table."""
     yield f"| loader | workers | resumed on | strategy | {' | '.join(PLACES)} |"
     yield "|" + "---|" * (4 + len(PLACES))
-    for (loader, workers), other, strategy in product(LOADERS.items(), (None, 1), STRATEGIES):
+    for (loader, workers), other, strategy in product(LOADERS.items(), (None, 1), strategies):
         if other and loader != "the Trainer's sampler":
             continue
         for number in workers:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_bucketddp import BatchSizeFinder, PreemptionCheckpoint
 from tests.lightning_models import ddp, ours
-from tests.pool import RunRanks, on_ranks
+from tests.pool import ROOT, RunRanks, on_ranks
 from tests.sampling import some_slow
 from tests.trainer.resume_matrix import (
     ELSEWHERE,
@@ -30,6 +30,7 @@ from tests.trainer.resume_matrix import (
     compared,
     fit,
     run,
+    table,
     trainer,
 )
 
@@ -63,6 +64,13 @@ def test_a_resumed_run_ends_as_the_undisturbed_one(
 ) -> None:
     runs = both(run_ranks, tmp_path, "bucketddp", loader, workers, place)
     require_same(*runs, loader, told=place != "in a window")
+
+
+@pytest.mark.slow
+def test_the_table_of_the_page(run_ranks: RunRanks) -> None:
+    page = (ROOT / "docs" / "preemption.md").read_text()
+    for row in table(run_ranks, ["bucketddp"]):
+        assert row in page
 
 
 def test_torchdatas_loader_goes_on_where_it_was(run_ranks: RunRanks, tmp_path: Path) -> None:
