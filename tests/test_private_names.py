@@ -38,7 +38,6 @@ OWNERS = {
     "_accelerator_getStream": "torch._C",
     "_active_ddp_module": DDP,
     "_amp_foreach_non_finite_check_and_unscale_": "torch",
-    "_batch_arg_name": "lightning.pytorch.callbacks.BatchSizeFinder",
     "_batches_that_stepped": EPOCH,
     "_combined_loader": FIT,
     "_defaults": "torchmetrics.Metric",

@@ -279,10 +279,12 @@ def _with_parts(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
 def _abort_alone(group: dist.ProcessGroup) -> None:
     """Abort a group. gloo's own ``abort()`` leaves a blocked rank blocked.
 
-    But gloo closes all connections of a group when one of its receives takes longer than its timeout.
+    But gloo closes all connections of a group when one of its receives takes longer than its timeout. A receive from
+    a rank that has closed its connection raises at once, and closes no other one.
     """
-    with suppress(RuntimeError):  # without a backend for the CPU, or aborted before
-        peer = (group.rank() + 1) % group.size()
-        group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):  # no backend for the CPU, aborted before, or closed by that rank
+                group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
     with suppress(RuntimeError):
         group.abort()

@@ -11,7 +11,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BatchSizeFinder as LightningsFinder
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.memory import is_oom_error
-from lightning.pytorch.utilities.parsing import lightning_setattr
 from typing_extensions import override
 
 from lightning_bucketddp.replicas.module_copies import first_sync_batchnorm
@@ -40,15 +39,10 @@ class BatchSizeFinder(LightningsFinder):
 
     @override
     def scale_batch_size(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Search for the batch size, on all ranks together; a run that ``exact_resume`` resumes has found it."""
+        """Search for the batch size, on all ranks together."""
         strategy: Any = trainer.strategy
         if not hasattr(strategy, "bucket_ddp"):
             super().scale_batch_size(trainer, pl_module)
-            return
-        exact = getattr(strategy, "exact_resume", None)
-        if exact is not None and exact.batch_size is not None:
-            self.optimal_batch_size = exact.batch_size
-            lightning_setattr(pl_module, self._batch_arg_name, exact.batch_size)
             return
         trials = _Trials(trainer, pl_module)
         self._require_possible(trainer, pl_module, trials)

@@ -50,11 +50,6 @@ class ExactResume:
     def _trainer(self) -> Any:
         return self._strategy.lightning_module.trainer
 
-    @property
-    def batch_size(self) -> int | None:
-        """The batch size of the run that ``fit`` resumes; None if it resumes none."""
-        return self._found["places"][0]["batch_size"] if self._found else None
-
     # -- dataloaders ---------------------------------------------------------------------------------
 
     def take_in(self, loader: Any) -> None:

@@ -67,6 +67,27 @@ def test_parts_may_end_at_once() -> None:
         whole.end_parts()
 
 
+@on_ranks(3, fresh=True)
+def test_an_abort_wakes_a_rank_though_its_neighbour_has_closed_its_connections() -> None:
+    """Rank 2 waits for rank 1, which lives; rank 0 aborts first."""
+    world, store = dist.group.WORLD, group_store()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        groups.abort(world)  # type: ignore[arg-type]
+        store.set("rank 0 has aborted", "")
+    elif dist.get_rank() == 2:
+
+        def abort() -> None:
+            store.wait(["rank 0 has aborted"])
+            groups.abort(world)  # type: ignore[arg-type]
+
+        threading.Thread(target=abort, daemon=True).start()
+        with raises_soon(RuntimeError):
+            dist.recv(torch.empty(1), 1)
+        store.set("rank 2 is awake", "")
+    store.wait(["rank 2 is awake"])
+
+
 class Named(SimpleNamespace):
     __hash__ = object.__hash__
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from lightning_bucketddp import BatchSizeFinder, PreemptionCheckpoint
+from lightning_bucketddp import PreemptionCheckpoint
 from tests.lightning_models import ddp, ours
 from tests.pool import ROOT, RunRanks, on_ranks
 from tests.sampling import some_slow
@@ -81,13 +81,11 @@ def test_torchdatas_loader_goes_on_where_it_was(run_ranks: RunRanks, tmp_path: P
 # What decides the order of sums, or how gradients are changed: options of the strategy.
 CARRIED: dict[str, dict[str, Any]] = {
     "the learned order": {"bucket_cap_mb": 1},
-    "PowerSGD": {"comm_hook": "powersgd"},
-    "norms": {"skip_norm_above": 1.01, "max_skipped": 100},
     "shards in a directory": {"shard_optimizer": True, "state_dict_type": "sharded", "bucket_cap_mb": 1},
 }
 
 
-@pytest.mark.parametrize("name", some_slow(CARRIED, ["PowerSGD", "shards in a directory"]))
+@pytest.mark.parametrize("name", some_slow(CARRIED, ["shards in a directory"]))
 def test_three_ranks_go_on_bit_for_bit(run_ranks: RunRanks, tmp_path: Path, name: str) -> None:
     runs = [run_ranks(3, run_with, tmp_path, name, resumes)[0] for resumes in (False, True)]
     require_same(*runs)
@@ -173,33 +171,6 @@ def test_what_is_not_resumed_exactly_is_named_at_the_first_start(tmp_path: Path)
     assert told(DataLoader(Augmented(), 2, shuffle=True)) == ""
     with pytest.raises(ValueError, match="exact_resume=True goes by batches that all ranks have alike"):
         ours(exact_resume=True, uneven_inputs="world_size")
-
-
-class Sized(Remembers):
-    """Has a batch size that is searched for. Forgets what trials have taken."""
-
-    batch_size = 2
-
-    def on_train_start(self) -> None:
-        self.taken.clear()
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Augmented(), self.batch_size, shuffle=True)
-
-
-@on_ranks(2)
-def test_a_resumed_run_does_not_search_for_its_batch_size_again(tmp_path: Path) -> None:
-    def searched(model: Sized, path: Path | None = None) -> Sized:
-        callbacks = [BatchSizeFinder(max_trials=1, steps_per_trial=1, init_val=2 if path is None else 1), Saves()]
-        options = {"limit_val_batches": 0, "num_sanity_val_steps": 0, "default_root_dir": tmp_path}
-        fits = trainer(ours(exact_resume=True), callbacks=callbacks, use_distributed_sampler=True, **options)
-        fits.fit(model, ckpt_path=path)
-        return model
-
-    undisturbed = searched(Sized(tmp_path, "batch", 2))
-    resumed = searched(Sized(tmp_path), tmp_path / "saved.ckpt")
-    assert len(undisturbed.taken[0][1]) == 4
-    assert resumed.taken == undisturbed.taken[2:] != []
 
 
 @on_ranks(2)
