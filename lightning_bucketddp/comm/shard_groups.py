@@ -12,12 +12,16 @@ A group of the ranks of several nodes may have two levels (:mod:`.levels`).
 
 from __future__ import annotations
 
+from collections import defaultdict
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm import wire
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.lane import lane_for
+from lightning_bucketddp.comm.devices import is_accelerator
+from lightning_bucketddp.comm.lane import Lane, lane_for
 from lightning_bucketddp.comm.levels import Levels, near_first
 from lightning_bucketddp.comm.wire import Pack
 from lightning_bucketddp.comm.work import Stages, Work
@@ -78,7 +82,8 @@ class ShardGroups:
         if ranks_each is not None and size > ranks_each and size % ranks_each == 0:
             self.levels = Levels(collectives, ranks_each, size, far_twice=True)
             assert collectives.device is not None
-            self._lane = lane_for(collectives, collectives.device, collectives_each=2, starts_here=True)
+            new_lane = partial(lane_for, collectives, collectives.device, collectives_each=2, starts_here=True)
+            self._lanes: defaultdict[int, Lane] = defaultdict(new_lane)
         elif ranks > 1 and collectives.has_all_processes():  # parameters are gathered while other things travel
             self._gathering = collectives.split(self.inside.made_of)
         self.across: Collectives | None = None
@@ -113,7 +118,10 @@ class ShardGroups:
         """Start filling ``flat`` with every rank's :meth:`shard` of it, in place."""
         if self.levels is None:
             return self._gathering.all_gather_shards(flat)
-        return self._lane.run(self.levels.gather(flat))
+        # On accelerators any stream may wait for a bucket, and for this one only: a side stream for each. Threads start
+        # collectives of one group in one order, so there is one lane.
+        lane = self._lanes[flat.data_ptr() if is_accelerator(flat.device) else 0]
+        return lane.run(self.levels.gather(flat))
 
     def gather(self, flat: Tensor) -> None:
         """As :meth:`start_gather`, in the group ``inside``, which stays after the others have ended; waits."""

@@ -167,11 +167,12 @@ def leaving(nodes: Nodes) -> Iterator[list[float]]:
 
         def run(group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
             where = [nodes.names[rank] for rank in dist.get_process_group_ranks(group)]
-            if "all_to_all" in name and len(set(where)) > 1:
-                assert not args[2], "parts of one length"
             kind = {"allreduce": "all_reduce", "all_to_all_single": "all_to_all"}.get(name, "all_gather")
             nbytes = sum(tensor.nbytes for tensor in tree_leaves(args[0]))
-            found.append(sent(kind, nbytes, where).between * len(set(where)) / len(where))  # type: ignore[arg-type]
+            if kind == "all_to_all" and args[2]:  # without this rank's own part
+                found.append(nbytes if len(set(where)) > 1 else 0.0)
+            else:
+                found.append(sent(kind, nbytes, where).between * len(set(where)) / len(where))  # type: ignore[arg-type]
             return original(group, *args, **options)
 
         return run
@@ -224,6 +225,7 @@ def by_ring(nodes: int, ranks: int) -> float:
 
 def test_the_table_of_the_page_is_the_ledgers() -> None:
     lines = (Path(__file__).parents[2] / "docs" / "machines.md").read_text().splitlines()
+    lines = lines[next(at for at, line in enumerate(lines) if line.startswith("| nodes x ranks")) :]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     shapes = [tuple(map(int, cell.split("x"))) for cell in rows[0][1:]]
     for name, value in ROWS.items():
