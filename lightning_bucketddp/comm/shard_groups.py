@@ -57,6 +57,7 @@ class ShardGroups:
 
     Attributes:
         inside: The ranks among which shards are divided.
+        gathering: The ranks of ``inside``, where parameters are gathered in one level.
         across: The ranks with the same shard as this one; None if there is no other.
         levels: The two levels of ``inside``; None if these are ranks of one node, or travel in one level.
         shards: Number of shards of each bucket.
@@ -78,14 +79,14 @@ class ShardGroups:
         self.inside = collectives if size == ranks else collectives.split(groups)
         self.levels: Levels | None = None
         self._wire_dtype, self._inside_node = wire_dtype, ranks_each is not None and ranks_each % size == 0
-        self._gathering = self.inside
+        self.gathering = self.inside
         if ranks_each is not None and size > ranks_each and size % ranks_each == 0:
             self.levels = Levels(collectives, ranks_each, size, far_twice=True)
             assert collectives.device is not None
             new_lane = partial(lane_for, collectives, collectives.device, collectives_each=2, starts_here=True)
             self._lanes: defaultdict[int, Lane] = defaultdict(new_lane)
         elif ranks > 1 and collectives.has_all_processes():  # parameters are gathered while other things travel
-            self._gathering = collectives.split(self.inside.made_of)
+            self.gathering = collectives.split(self.inside.made_of)
         self.across: Collectives | None = None
         if size < ranks:
             self.across = collectives.split([range(place, ranks, size) for place in range(size)])
@@ -101,23 +102,27 @@ class ShardGroups:
 
     def reduce_scatter(self, flat: Tensor, pack: Pack) -> Stages:
         """Replace this rank's :meth:`shard` of ``flat`` by its mean over all ranks, those of ``across`` too."""
+        first, across = self.levels or self.inside.stage(0), self.across
+        if across is None:
+            return first.reduce_scatter(flat, pack, self._wire_dtype)
+        return self._then_across(flat, pack, across)
 
-        def mean_across(shard: Tensor, pack: Pack) -> Stages:
-            if (across := self.across) is not None:
-                yield from across.reduce(shard, pack, self._wire_dtype, across.stage(1))
+    def _then_across(self, flat: Tensor, pack: Pack, across: Collectives) -> Stages:
+        def mean(shard: Tensor, pack: Pack) -> Stages:
+            return across.reduce(shard, pack, self._wire_dtype, across.stage(1))
 
-        first, wire_dtype = self.inside.stage(0), self._wire_dtype
+        first = self.inside.stage(0)
         if self._inside_node:
-            yield from near_first(first, flat, pack, mean_across, wire_dtype)
-            return
-        yield from (self.levels or first).reduce_scatter(flat, pack, wire_dtype)
-        shard = self.shard(flat)
-        yield from mean_across(shard, wire.packed(shard))
+            yield from near_first(first, flat, pack, mean, self._wire_dtype)
+        else:
+            yield from (self.levels or first).reduce_scatter(flat, pack, self._wire_dtype)
+            shard = self.shard(flat)
+            yield from mean(shard, wire.packed(shard))
 
     def start_gather(self, flat: Tensor) -> Work:
         """Start filling ``flat`` with every rank's :meth:`shard` of it, in place."""
         if self.levels is None:
-            return self._gathering.all_gather_shards(flat)
+            return self.gathering.all_gather_shards(flat)
         # On accelerators any stream may wait for a bucket, and for this one only: a side stream for each. Threads start
         # collectives of one group in one order, so there is one lane.
         lane = self._lanes[flat.data_ptr() if is_accelerator(flat.device) else 0]

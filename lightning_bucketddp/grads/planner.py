@@ -165,7 +165,7 @@ class LayoutPlanner:
             wire_dtype = options.wire_dtype
             assert not isinstance(wire_dtype, str)  # Options has made it a dtype
             sizes = [spec.dtype.itemsize for spec in specs] + ([] if wire_dtype is None else [wire_dtype.itemsize])
-            part = MESSAGE_BYTES // min(MESSAGE_BYTES, *sizes)
+            part = MESSAGE_BYTES // min([MESSAGE_BYTES, *sizes])
         return math.lcm(options.pad_buckets_to, self._world_size * part)
 
     def _group_of(self, slot: int) -> Hashable:

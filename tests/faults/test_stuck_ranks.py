@@ -334,7 +334,11 @@ def test_a_rank_waits_while_its_device_does() -> None:
         give_time_to_answer()
         collectives = Collectives(None)
         peers = Peers(collectives, report_after=0.4)
-        exchange: Any = SimpleNamespace(arrived=lambda: re.search(on_device, "".join(said)))  # as of a control vector
+
+        def has_said() -> bool:
+            return re.search(on_device, "".join(said)) is not None
+
+        exchange: Any = SimpleNamespace(arrived=has_said, landed=has_said)  # as of a control vector
         dist.barrier()
         if dist.get_rank() == 0:
             ControlChannel(Ranks(collectives, peers), torch.device("cuda")).read(exchange, needed=False)

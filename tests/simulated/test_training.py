@@ -179,9 +179,9 @@ TWO_LEVELS: dict[str, dict[str, Any]] = {
 
 
 @on_ranks(4, cases=TWO_LEVELS, quick=["plain", "sharded, wire"])
-def test_two_levels_train_to_the_bits_of_the_cpu(options: dict[str, Any]) -> None:
+def test_two_levels_train_as_on_the_cpu(options: dict[str, Any]) -> None:
     with nodes_of_size(2):
-        compare(Case(options))
+        compare(Case(options, tolerance=1e-6))  # communicators add up in another order than gloo
         compare(Case(options, dtype=BF16, model=TwoStreams, tolerance=1e-2))
 
 

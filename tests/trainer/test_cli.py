@@ -4,6 +4,7 @@ import re
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,8 +59,10 @@ def test_what_is_no_command_is_refused(arguments: list[str], capsys: pytest.Capt
 
 
 def test_check_is_handed_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "main", lambda *given: 1 if given == (True, "found.json") else 0)
-    assert [main(["check", "--quick", "--output=found.json"]), main(["check"])] == [1, 0]
+    given: list[Any] = []
+    monkeypatch.setattr(check, "main", lambda *args, **options: given.append([*args, *options.values()]) or len(given))
+    assert [main(["check", "--quick", "--output=found.json"]), main(["check"]), main(["check", "--all"])] == [1, 2, 3]
+    assert given == [[True, "found.json", False], [False, None, False], [False, None, True]]
 
 
 def cli(*arguments: str) -> LightningCLI:
