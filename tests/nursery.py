@@ -3,6 +3,7 @@
 There is one for all workers of pytest-xdist. It imports when it is first asked: to start it costs next to nothing.
 """
 
+import functools
 import gc
 import importlib
 import os
@@ -103,6 +104,8 @@ def _import_once() -> None:
         for name in IMPORTED:
             importlib.import_module(name)
         importlib.import_module("torch._dynamo").list_backends()  # imports them
+        registry = importlib.import_module("lightning.fabric.utilities.registry")
+        registry.entry_points = functools.cache(registry.entry_points)  # else each Trainer reads those of all packages
         gc.freeze()  # garbage collections in ranks pass these modules over, and copy none of their memory
 
 

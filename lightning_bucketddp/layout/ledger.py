@@ -12,14 +12,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Literal, NamedTuple
 
-from lightning_bucketddp.layout.nodes import Nodes
-
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 Algorithm = Literal["ring", "tree"]
 """How an all-reduce is done. gloo has rings; NCCL chooses, and has trees for all-reduces between nodes only."""
-
-LEAST_SAVED = 0.1
-"""Two levels pay if at least this share of a ring's bytes stays inside nodes: they are three collectives for one."""
 
 
 class Sent(NamedTuple):
@@ -54,9 +49,3 @@ def sent(kind: Kind, nbytes: float, nodes: Sequence[Hashable], algorithm: Algori
     away = sum(node != nodes[rank - 1] for rank, node in enumerate(nodes))
     each = (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks * nbytes
     return Sent(away * each / count, (ranks - away) * each / count)
-
-
-def two_levels_pay(nodes: Nodes) -> bool:
-    """Whether an all-reduce in two levels sends clearly less between nodes than a ring of all ranks."""
-    ring = sent("all_reduce", 1.0, nodes.names).between
-    return 2 * (nodes.count - 1) / nodes.count <= (1 - LEAST_SAVED) * ring

@@ -142,10 +142,9 @@ class Options:
             become infinite. Until the pass has ended, a copy of the sent bytes takes memory.
         hierarchical: Whether gradients are reduced in two levels where each of several nodes has several ranks:
             scattered inside a node, each part exchanged across nodes, gathered inside. Of M nodes, each sends
-            2 (M - 1) / M times the gradients' size, however many ranks it has. None: with ``wire_dtype``; with CPU
-            ranks also where it saves a tenth of the bytes, and with ``shard_optimizer``. One level, with a warning,
-            where nodes have different numbers of ranks, or a node's ranks do not follow each other. Never with a
-            communication hook.
+            2 (M - 1) / M times the gradients' size, however many ranks it has. None: with ``wire_dtype``. One
+            level, with a warning, where nodes have different numbers of ranks, or a node's ranks do not follow each
+            other. Never with a communication hook.
         shard_optimizer: SHARDED OPTIMIZER. Whether each rank's optimizer updates one shard of the parameters and holds
             state for this shard only. Gradients are reduce-scattered during backward; new parameters are gathered
             during the next forward. For element-wise optimizers (SGD, Adam, ...; see :func:`declare_element_wise`), and

@@ -12,7 +12,6 @@ from lightning_bucketddp.comm.lane import Streams, separate_stages
 from lightning_bucketddp.comm.levels import Levels
 from lightning_bucketddp.comm.queue import WrapperQueue
 from lightning_bucketddp.comm.shard_groups import ShardGroups
-from lightning_bucketddp.layout.ledger import two_levels_pay
 from lightning_bucketddp.layout.nodes import Nodes
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.peers.control import ControlChannel
@@ -92,10 +91,7 @@ class WrapperContext:
     def _ranks_each(self) -> int | None:
         """How many ranks each node has, if gradients are reduced in two levels; else None."""
         options, nodes = self.options, self.nodes
-        wanted = options.hierarchical
-        if wanted is None:
-            on_cpu = not is_accelerator(self.device)
-            wanted = options.wire_dtype is not None or (on_cpu and (options.shard_optimizer or two_levels_pay(nodes)))
+        wanted = options.wire_dtype is not None if options.hierarchical is None else options.hierarchical
         if not wanted or options.comm_hook is not None or nodes.count in (1, len(nodes.names)):
             return None
         if nodes.ranks_each is not None and self.ranks.collectives.has_all_processes():

@@ -23,15 +23,15 @@ from tests.reference import TINY, everyones, local_if, loss_at, nodes_of_size, n
 
 BF16 = torch.bfloat16
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
+    "plain": {"hierarchical": True},
     "wire": {"wire_dtype": BF16},
-    "sharded": {"shard_optimizer": True},
+    "sharded": {"shard_optimizer": True, "hierarchical": True},
     "sharded, wire": {"shard_optimizer": True, "wire_dtype": BF16},
     "shards inside nodes, wire": {"shard_optimizer": True, "shard_group_size": 2, "wire_dtype": BF16},
-    "scatter every pass": {"shard_optimizer": True, "scatter_every_pass": True},
-    "coalesced": {"use_contiguous_buffers": False},
-    "no overlap": {"overlap": False},
-    "skipping": {"skip_step_on": ["nonfinite"], "skip_norm_above": 100.0},
+    "scatter every pass": {"shard_optimizer": True, "scatter_every_pass": True, "hierarchical": True},
+    "coalesced": {"use_contiguous_buffers": False, "hierarchical": True},
+    "no overlap": {"overlap": False, "hierarchical": True},
+    "skipping": {"skip_step_on": ["nonfinite"], "skip_norm_above": 100.0, "hierarchical": True},
 }
 
 
@@ -58,7 +58,7 @@ def trained(ours: BucketDDP, dtype: torch.dtype = torch.float32) -> list[Tensor]
 
 @on_ranks(4, cases={name: name for name in OPTIONS}, quick=["plain", "sharded, wire", "shards inside nodes, wire"])
 def test_weights_are_those_of_one_level_and_the_same_on_all_ranks(name: str) -> None:
-    alone = {option: value for option, value in OPTIONS[name].items() if option != "wire_dtype"}
+    alone = {option: value for option, value in OPTIONS[name].items() if option not in ("wire_dtype", "hierarchical")}
     expected = trained(BucketDDP(seeded(Mlp), bucket_cap_mb=TINY, **alone))
     with nodes_of_size(2):
         ours = BucketDDP(seeded(Mlp), bucket_cap_mb=TINY, **OPTIONS[name])
@@ -75,7 +75,7 @@ def test_whole_state_is_that_of_one_process() -> None:
     states = []
     for ranks in (4, 2):
         with nodes_of_size(ranks):
-            ours = BucketDDP(seeded(Mlp), bucket_cap_mb=TINY, shard_optimizer=True)
+            ours = BucketDDP(seeded(Mlp), bucket_cap_mb=TINY, shard_optimizer=True, hierarchical=True)
         optimizer = torch.optim.Adam(ours.parameters())
         ours.prepare_optimizer(optimizer)
         for step in range(3):
@@ -107,7 +107,7 @@ def started(name: str, group: dist.ProcessGroup) -> tuple[str, str, tuple[int, .
 @on_ranks(4)
 def test_stages_have_groups_of_their_own_and_threads_start_them() -> None:
     with nodes_of_size(2):
-        ours = BucketDDP(nn.Sequential(*(nn.Linear(128, 128) for _ in range(3))), bucket_cap_mb=0.06)
+        ours = BucketDDP(nn.Sequential(*(nn.Linear(128, 128) for _ in range(3))), bucket_cap_mb=0.06, hierarchical=True)
     levels, rank = levels_of(ours), dist.get_rank()
     groups = [levels.near.group, levels.far.group, levels.near_last.group]
     assert len(set(groups)) == 3
@@ -126,9 +126,11 @@ def test_stages_have_groups_of_their_own_and_threads_start_them() -> None:
 
 
 @on_ranks(4)
-def test_accelerators_and_single_nodes_have_one_level_by_default() -> None:
+def test_two_levels_are_chosen_by_the_option_or_with_a_wire_dtype() -> None:
     for ranks, options, two in (
-        (2, {"hierarchical": False}, False),
+        (2, {}, False),
+        (2, {"shard_optimizer": True}, False),
+        (2, {"wire_dtype": BF16}, True),
         (2, {"hierarchical": False, "wire_dtype": BF16}, False),
         (2, {"comm_hook": "fp16"}, False),
         (1, {"hierarchical": True}, False),
@@ -146,7 +148,7 @@ def test_accelerators_and_single_nodes_have_one_level_by_default() -> None:
 
 @on_ranks(3)
 def test_unequal_nodes_have_one_level_and_rank_0_warns() -> None:
-    for options in ({}, {"wire_dtype": BF16}, {"shard_optimizer": True}):
+    for options in ({"hierarchical": True}, {"wire_dtype": BF16}, {"shard_optimizer": True, "hierarchical": True}):
         with nodes_of_size(2):
             if dist.get_rank() == 0:
                 with pytest.warns(UserWarning, match=r"found ranks 0, 1 on one node; ranks 2 on one node.*one level"):
@@ -205,8 +207,8 @@ def test_what_leaves_a_node_is_what_the_ledger_says(name: str) -> None:
 ROWS: dict[str, Callable[[int, int], float]] = {
     "a ring of all ranks": lambda nodes, ranks: by_ring(nodes, ranks),
     "trees, mean": lambda nodes, ranks: sent("all_reduce", 1, where(nodes, ranks), "tree").between,
-    "two levels: `bucketddp`": lambda nodes, ranks: by_ring(nodes, 1),
-    "two levels, sharded, `bucketddp_sharded`": lambda nodes, ranks: by_ring(nodes, 1),
+    "two levels, `hierarchical=True`": lambda nodes, ranks: by_ring(nodes, 1),
+    "two levels, sharded, `hierarchical=True`": lambda nodes, ranks: by_ring(nodes, 1),
     'two levels, `wire_dtype="bfloat16"`': lambda nodes, ranks: by_ring(nodes, 1) / 2,
     'two levels, sharded, `wire_dtype="bfloat16"`': lambda nodes, ranks: by_ring(nodes, 1) * 3 / 4,
     '`comm_hook="bf16"`': lambda nodes, ranks: by_ring(nodes, ranks) / 2,

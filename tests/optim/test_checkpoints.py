@@ -293,7 +293,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(tmp_path:
             ours.close()
 
 
-@on_ranks(2)
+@on_ranks(2, 3)
 def test_a_checkpoint_that_is_not_there_or_lacks_a_rank_s_part_is_refused(tmp_path: Path) -> None:
     module, ours = wide(mean=2)
     with pytest.raises(RuntimeError, match=r"expected a directory that save_sharded\(\) has written, found none"):

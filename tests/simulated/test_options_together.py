@@ -199,10 +199,8 @@ QUICK_PROGRAMS = [
     (LooksAtGradients, "plain"),
     (ReplacesGradients, "bf16 hook"),
     (OtherCollectives, "shard groups"),
-    (Compiled, "sharded"),
-    (StreamsOfForward, "shard groups"),
-    (Checkpoints, "bf16 hook"),
 ]
+"""Each strategy. ``test_streams.py`` and ``test_training.py`` have the other programs on two ranks."""
 REFUSED = [(ReplacesGradients, "sharded"), (ReplacesGradients, "shard groups")]
 """A sharded gradient lets nobody put another tensor in its place."""
 

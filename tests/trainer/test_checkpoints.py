@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.lightning_models import Citizen, Regression, Relay, close_to, data, d
 from tests.models import ConvBatchNorm, batch
 from tests.pool import case, on_ranks
 from tests.reference import drift, logged
-from tests.sampling import in_turn
+from tests.sampling import in_turn, some_slow
 
 STRATEGIES: dict[str, Callable[[], Any]] = {"ours": ours, "ddp": ddp}
 Options = dict[str, Any]
@@ -48,13 +49,13 @@ def run(strategy: str, epochs: int, options: Options, path: str | None = None, *
     return last(runs)
 
 
+@pytest.mark.parametrize(("name", "first"), some_slow(product(WAYS, STRATEGIES), in_turn([*WAYS], [*STRATEGIES])))
 @on_ranks(2)
-def test_either_strategy_resumes_the_others_checkpoint(tmp_path: Path) -> None:
-    for name, (first, second) in in_turn([*WAYS], [("ours", "ddp"), ("ddp", "ours")]):
-        with case(name):
-            expected = run("ddp", 2, WAYS[name]())
-            run(first, 1, WAYS[name](), dirpath=tmp_path, filename=name)
-            torch.testing.assert_close(run(second, 2, WAYS[name](), f"{tmp_path}/{name}.ckpt"), expected)
+def test_either_strategy_resumes_the_others_checkpoint(name: str, first: str, tmp_path: Path) -> None:
+    (second,) = STRATEGIES.keys() - {first}
+    expected = run("ddp", 2, WAYS[name]())
+    run(first, 1, WAYS[name](), dirpath=tmp_path, filename=name)
+    torch.testing.assert_close(run(second, 2, WAYS[name](), f"{tmp_path}/{name}.ckpt"), expected)
 
 
 @on_ranks(2)
@@ -249,8 +250,9 @@ AT_EPOCHS: dict[str, tuple[Options, Options]] = {
 }
 
 
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize("name", AT_EPOCHS)
+@pytest.mark.parametrize(
+    ("name", "shard"), some_slow(product(AT_EPOCHS, [False, True]), in_turn([*AT_EPOCHS], [False, True]))
+)
 @on_ranks(2)
 def test_a_resumed_run_takes_the_samples_of_its_epochs(name: str, shard: bool, tmp_path: Path) -> None:
     saves, options = AT_EPOCHS[name]

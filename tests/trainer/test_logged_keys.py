@@ -18,7 +18,7 @@ from torchmetrics import MeanMetric
 
 from lightning_bucketddp import PeerFailureError, RankMismatchError
 from tests.lightning_models import Memory, Regression, data, ddp, ours, trainer
-from tests.pool import case, on_ranks
+from tests.pool import on_ranks
 from tests.reference import WHERE, eventually, group_store, raises_soon, without_where
 from tests.traces.recorder import recording
 
@@ -67,27 +67,26 @@ OTHER = {
     "validation": ("validation_step", "ab", "ac", {}, "on_epoch"),
     "test": ("test_step", "ab", "a", {}, "on_epoch"),
 }
-WITH_THREE = ("step", "epoch, fewer", "validation")
+SOME = ["step", "epoch, fewer", "step, another order", "validation", "test"]
 
 
-@on_ranks(2, 3, fresh=True)
-def test_other_keys_are_an_error_on_all_ranks_that_names_keys_and_ranks() -> None:
+@on_ranks(2, 3, cases=OTHER, quick=SOME, fresh=True)
+def test_other_keys_are_an_error_on_all_ranks_that_names_keys_and_ranks(
+    hook: str, keys: str, keys_there: str, options: dict[str, Any], when: str
+) -> None:
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     most = "rank 0" if last == 1 else "ranks 0 to 1"
-    for name, (hook, keys, keys_there, options, when) in OTHER.items():
-        if last == 2 and name not in WITH_THREE:
-            continue
-        runs, model = trainer(ours()), Differs(hook, keys_there if rank == last else keys, **options)
-        with case(name), raises_soon(RankMismatchError) as caught:
-            runs.test(model, data(1)) if hook == "test_step" else runs.fit(model, data(2), data(1))
-        said = str(caught.value)
-        assert said.startswith("expected all ranks to log the same keys with sync_dist=True, found '"), said
-        differing = {key for key in keys + keys_there if (key in keys) != (key in keys_there)} or {"b", "c"}
-        for key in differing:
-            ranks = most if key == "b" else f"rank {last}"
-            assert f"'{key}' of {hook} ({when}, mean, float32" in said, said
-            assert said.split(f"'{key}' of")[1].split(") on ")[1].startswith(f"{ranks} alone"), said
-        assert "'a'" not in said
+    runs, model = trainer(ours()), Differs(hook, keys_there if rank == last else keys, **options)
+    with raises_soon(RankMismatchError) as caught:
+        runs.test(model, data(1)) if hook == "test_step" else runs.fit(model, data(2), data(1))
+    said = str(caught.value)
+    assert said.startswith("expected all ranks to log the same keys with sync_dist=True, found '"), said
+    differing = {key for key in keys + keys_there if (key in keys) != (key in keys_there)} or {"b", "c"}
+    for key in differing:
+        ranks = most if key == "b" else f"rank {last}"
+        assert f"'{key}' of {hook} ({when}, mean, float32" in said, said
+        assert said.split(f"'{key}' of")[1].split(") on ")[1].startswith(f"{ranks} alone"), said
+    assert "'a'" not in said
 
 
 @on_ranks(2)

@@ -140,7 +140,7 @@ def test_with_ddp_one_nan_reaches_all_weights_on_all_ranks() -> None:
     assert all(param.isnan().all() for param in model.parameters())
 
 
-@on_ranks(2)
+@on_ranks(2, 3)
 def test_manual_optimisation_leaves_a_step_out() -> None:
     for fault in ("NaN", "oom in backward"):
         model, never = (Sometimes(name, at=2, manual=True) for name in (fault, "none"))
