@@ -189,12 +189,7 @@ def test_two_levels_train_as_on_the_cpu(options: dict[str, Any]) -> None:
 def test_all_of_two_levels_start_during_backward_in_groups_of_their_own() -> None:
     with nodes_of_size(2):
         model = BucketDDP(Mlp(depth=6).to(DEVICE), bucket_cap_mb=SMALL, hierarchical=True)
-    for step in range(4):  # the first pass learns the order
-        x, target = (tensor.to(DEVICE) for tensor in batch(step, dist.get_rank()))
-        during: list[str] = []
-        x.requires_grad_().register_hook(lambda grad, to=during: to.extend(groups_started()))
-        simulated().clear()
-        loss_of(model(x), target).backward()
+    during = groups_of_a_backward(model)
     assert len(set(during)) >= 3
 
 
@@ -208,14 +203,21 @@ def test_sync_batchnorm_normalises_over_all_ranks() -> None:
 @on_ranks(4)
 def test_second_stages_of_shard_groups_start_during_backward() -> None:
     model = BucketDDP(Mlp(depth=6).to(DEVICE), bucket_cap_mb=SMALL, shard_optimizer=True, shard_group_size=2)
-    for step in range(4):  # the first pass learns the order
+    during = groups_of_a_backward(model)
+    assert len(set(groups_started())) >= 2, "within a shard group, and across them"
+    assert len(set(during)) >= 2
+
+
+def groups_of_a_backward(model: BucketDDP) -> list[str]:
+    """The groups of the collectives that start before backward ends, in the fourth pass: the first learns the order."""
+    during: list[str] = []
+    for step in range(4):
         x, target = (tensor.to(DEVICE) for tensor in batch(step, dist.get_rank()))
-        during: list[str] = []
+        during = []
         x.requires_grad_().register_hook(lambda grad, to=during: to.extend(groups_started()))
         simulated().clear()
         loss_of(model(x), target).backward()
-    assert len(set(groups_started())) >= 2, "within a shard group, and across them"
-    assert len(set(during)) >= 2
+    return during
 
 
 def groups_started() -> list[str]:

@@ -156,9 +156,9 @@ class Moody(Sampler[int]):
 
 @on_ranks(1)
 def test_what_is_not_resumed_exactly_is_named_at_the_first_start(tmp_path: Path) -> None:
-    def told(loader: Any) -> str:
+    def told(loader: Any, **options: Any) -> str:
         with warnings.catch_warnings(record=True, action="always") as heard:
-            trainer(ours(exact_resume=True), limit_train_batches=2).fit(Remembers(tmp_path), loader)
+            trainer(ours(exact_resume=True, **options), limit_train_batches=2).fit(Remembers(tmp_path), loader)
         return " ".join(str(each.message) for each in heard if "exact_resume" in str(each.message))
 
     start = "exact_resume: a resumed run will not go on exactly, as "
@@ -169,6 +169,10 @@ def test_what_is_not_resumed_exactly_is_named_at_the_first_start(tmp_path: Path)
     order = "Moody has neither state_dict() nor set_epoch(): its order must be fixed"
     assert told(DataLoader(Augmented(), 2, sampler=Moody())) == start + order
     assert told(DataLoader(Augmented(), 2, shuffle=True)) == ""
+    memory = "the memory of the communication hook is not saved"
+    assert told(DataLoader(Augmented(), 2, shuffle=True), comm_hook="powersgd") == start + memory
+    norms = "skip_norm_above begins without the norms of earlier steps"
+    assert told(DataLoader(Augmented(), 2, shuffle=True), skip_norm_above=9.0) == start + norms
     with pytest.raises(ValueError, match="exact_resume=True goes by batches that all ranks have alike"):
         ours(exact_resume=True, uneven_inputs="world_size")
 
