@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_bucketddp.comm import wire
 from lightning_bucketddp.comm.devices import is_accelerator
-from lightning_bucketddp.comm.groups import Group, end_part, part_of
+from lightning_bucketddp.comm.groups import Group, end_subgroup, subgroup_of
 from lightning_bucketddp.comm.host_copy import bytes_of
 from lightning_bucketddp.comm.wire import Pack
 from lightning_bucketddp.comm.work import DirectWork, Handle, Stage, Stages, Work
@@ -35,8 +35,8 @@ class Collectives(Group):
         device: The device whose tensors travel, if it was given.
         of_stage: The collectives of a group of its own, by the stages of reductions that have one.
         among_hosts: Whether tensors on the CPU travel, too: the group has a backend for them.
-        made_of: The parts into which a group was split, so that a second split gives the same ranks; all ranks of a
-            group that was not made so.
+        made_of: The ranks of each subgroup of the split that made this group, so that a second split gives the same
+            ones; all ranks of a group that was not made so.
 
     Raises:
         RuntimeError: If ``torch.distributed`` is not initialised.
@@ -47,50 +47,50 @@ class Collectives(Group):
 
     def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
         super().__init__(process_group)
-        self._parts: list[dist.ProcessGroup] = []
+        self._subgroups: list[dist.ProcessGroup] = []
         self._splits: Counter[str] = Counter()
         self.made_of: Sequence[Sequence[int]] = [range(self.world_size)]
         self.of_stage: dict[int, Collectives] = {}
         self._backend_averages = False
         backends = dist.get_backend_config(self.group)
-        # Parts stay for later wrappers, which use them in turn: NCCL waits for all ranks to end one.
-        self._keeps_parts = not (self._by_gloo or all(each.endswith("gloo") for each in backends.split(",")))
+        # Subgroups stay for later wrappers, which use them in turn: NCCL waits for all ranks to end one.
+        self._keeps_subgroups = not (self._by_gloo or all(each.endswith("gloo") for each in backends.split(",")))
         self.among_hosts = "cpu:" in backends
         self.device = device
         accelerator = device or torch.accelerator.current_accelerator()
         self._sends_from = torch.device("cpu") if self.among_hosts else accelerator
 
-    # -- parts ---------------------------------------------------------------------------------------
+    # -- subgroups -----------------------------------------------------------------------------------
 
-    def split(self, parts: Sequence[Sequence[int]], backend: str | None = None) -> Collectives:
-        """Make groups of some of the ranks, and return the collectives of this rank's. All ranks must call this.
+    def split(self, members: Sequence[Sequence[int]], backend: str | None = None) -> Collectives:
+        """Make subgroups, and return the collectives of this rank's. All ranks must call this.
 
         Args:
-            parts: Per group, its ranks within this one. Every rank is in one of them.
+            members: Per subgroup, its ranks within this group. Every rank is in one of them.
             backend: The groups' backend; that of this one if None.
 
         Raises:
             ValueError: If some processes are not in the group.
         """
-        number, ranks = None, str([list(part) for part in parts])
-        if backend is None and self._keeps_parts:
+        number, ranks = None, str([list(each) for each in members])
+        if backend is None and self._keeps_subgroups:
             number = self._splits[ranks]
             self._splits[ranks] += 1
-        mine = part_of(self, parts, backend, number)
+        mine = subgroup_of(self, members, backend, number)
         if number is None:
-            self._parts.append(mine)
-        part = type(self)(mine, self.device)
-        part._backend_averages, part.made_of = self._backend_averages, parts
-        return part
+            self._subgroups.append(mine)
+        subgroup = type(self)(mine, self.device)
+        subgroup._backend_averages, subgroup.made_of = self._backend_averages, members
+        return subgroup
 
     def stage(self, number: int) -> Collectives:
         """The collectives for a stage of reductions: these ones, unless the stage has a group of its own."""
         return self.of_stage.get(number, self)
 
-    def end_parts(self) -> None:
-        """Destroy the groups that were made of this one, but for those that stay; see :func:`end_part`."""
-        while self._parts:
-            end_part(self._parts.pop())
+    def end_subgroups(self) -> None:
+        """Destroy the subgroups, but for those that stay; see :func:`end_subgroup`."""
+        while self._subgroups:
+            end_subgroup(self._subgroups.pop())
 
     # -- means ---------------------------------------------------------------------------------------
 

@@ -45,28 +45,28 @@ def collectives_of(process_group: dist.ProcessGroup | None, device: torch.device
     return GlooCollectives(process_group, device) if backends.get(device.type) == "gloo" else plain
 
 
-def end_parts_with(owner: object, collectives: Collectives) -> None:
-    """Destroy the parts of a group when ``owner`` is garbage, if it is gloo's: gloo's threads would stay.
+def end_subgroups_with(owner: object, collectives: Collectives) -> None:
+    """Destroy the subgroups of a group when ``owner`` is garbage, if it is gloo's: gloo's threads would stay.
 
     Nobody waits for that on gloo. On other backends ranks would have to do so at the same time.
     """
     if isinstance(collectives, GlooCollectives):
-        weakref.finalize(owner, collectives.end_parts).atexit = False
+        weakref.finalize(owner, collectives.end_subgroups).atexit = False
 
 
 class GlooCollectives(Collectives):
     """Collectives of a group with gloo as its backend.
 
-    Wrappers have parts of their own, as threads of each start collectives there, in an order of their own.
+    Wrappers have subgroups of their own, as threads of each start collectives there, in an order of their own.
     """
 
     _by_gloo = True
 
-    def split(self, parts: Sequence[Sequence[int]], backend: str | None = None) -> Collectives:
-        """As on any backend. And wait until all ranks have connected: the part may be destroyed at once."""
-        part = super().split(parts, backend)
-        part.all_reduce_sum(torch.zeros(1)).wait()
-        return part
+    def split(self, members: Sequence[Sequence[int]], backend: str | None = None) -> Collectives:
+        """As on any backend. And wait until all ranks have connected: the subgroup may be destroyed at once."""
+        subgroup = super().split(members, backend)
+        subgroup.all_reduce_sum(torch.zeros(1)).wait()
+        return subgroup
 
     def scale(self, dtype: torch.dtype) -> float | None:
         """As on any backend. But gloo divides exact dtypes in a second walk through memory: packing does, instead."""

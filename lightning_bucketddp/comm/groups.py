@@ -22,7 +22,8 @@ _UNUSED_TAG = 2**30
 ABORT_SECONDS = 10.0
 """How long to wait for an abort. NCCL's may wait for a rank of the same machine that is gone."""
 
-_parts: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+_subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[dist.ProcessGroup]]
+_subgroups = weakref.WeakKeyDictionary()
 """The groups that were made of a group's ranks."""
 
 _left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
@@ -101,11 +102,11 @@ class Group:
         _left_behind[self.group] = why
 
     def left_behind(self) -> str:
-        """Why collectives of a failed pass are under way, in the group or in a part of it; empty if none is."""
-        return next(filter(None, map(_left_behind.get, (self.group, *_parts.get(self.group, ())))), "")
+        """Why collectives of a failed pass are under way, in the group or in a subgroup; empty if none is."""
+        return next(filter(None, map(_left_behind.get, (self.group, *_subgroups.get(self.group, ())))), "")
 
     def require_nothing_left_behind(self) -> None:
-        """Require that no collectives of a failed pass are under way, in the group or in one made of its ranks.
+        """Require that no collectives of a failed pass are under way, in the group or in a subgroup.
 
         Raises:
             RuntimeError: If some are.
@@ -117,16 +118,16 @@ class Group:
             )
 
 
-def part_of(
-    group: Group, parts: Sequence[Sequence[int]], backend: str | None = None, number: int | None = None
+def subgroup_of(
+    group: Group, members: Sequence[Sequence[int]], backend: str | None = None, number: int | None = None
 ) -> dist.ProcessGroup:
-    """Make groups of some of a group's ranks, and return this rank's. All ranks of the group must call this.
+    """Make subgroups of a group, and return this rank's. All ranks of the group must call this.
 
     By one call where the backend splits communicators. Elsewhere torch makes one group after the other.
 
     Args:
         group: The group.
-        parts: Per new group, its ranks within the group. Every rank is in one of them.
+        members: Per new group, its ranks within the group. Every rank is in one of them.
         backend: The groups' backend; that of ``group`` if None.
         number: If given, the groups are kept for later calls with the same arguments.
 
@@ -138,7 +139,7 @@ def part_of(
             "expected a process group of all processes where groups are made of its ranks, found one of "
             f"{group.world_size} of {dist.get_world_size()} processes; use the default group, or leave out async_save"
         )
-    ranks, given = [list(part) for part in parts], backend
+    ranks, given = [list(each) for each in members], backend
     if backend is None and not group.is_default():  # torch's default is the default group's
         backend = dist.get_backend_config(group.group)
 
@@ -156,7 +157,7 @@ def part_of(
 
 
 def splits(group: dist.ProcessGroup) -> bool:
-    """Whether ``dist.split_group`` can make parts of a group: an accelerator's alone, with a bound default group.
+    """Whether ``dist.split_group`` can make subgroups of a group: an accelerator's alone, with a bound default group.
 
     A default group that was given a ``device_id`` is bound, and has its communicator already. Lightning gives one.
     """
@@ -186,19 +187,19 @@ def _leave_groups_to_this_process() -> None:
         os.register_at_fork(after_in_child=gc.freeze)
 
 
-def end_part(part: dist.ProcessGroup) -> None:
+def end_subgroup(subgroup: dist.ProcessGroup) -> None:
     """Destroy a group that was made of another one's ranks, unless something is under way in it.
 
     gloo sends nothing for that. NCCL waits for the other ranks.
     """
-    if _left_behind.get(part) is None:
+    if _left_behind.get(subgroup) is None:
         with suppress(ValueError):  # it went with the default group
-            dist.destroy_process_group(part)
+            dist.destroy_process_group(subgroup)
 
 
-def _belongs_to(part: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
+def _belongs_to(subgroup: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
     """Note that a group was made of the ranks of another one: whoever aborts that aborts both."""
-    _parts.setdefault(group, weakref.WeakSet()).add(part)
+    _subgroups.setdefault(group, weakref.WeakSet()).add(subgroup)
 
 
 def available_backends() -> list[str]:
@@ -260,7 +261,7 @@ def abort(group: dist.ProcessGroup) -> None:
     Groups that were made of its ranks are aborted as well, all at once: on a device, the abort of one may wait for what
     runs in another. Call it from any thread.
     """
-    groups = _with_parts(group)
+    groups = _with_subgroups(group)
     threads = [threading.Thread(target=_abort_alone, args=(each,), name="bucketddp-abort") for each in groups]
     for thread in threads:
         thread.daemon = True
@@ -270,10 +271,10 @@ def abort(group: dist.ProcessGroup) -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _with_parts(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
+def _with_subgroups(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
     yield group
-    for part in list(_parts.get(group, ())):
-        yield from _with_parts(part)
+    for subgroup in list(_subgroups.get(group, ())):
+        yield from _with_subgroups(subgroup)
 
 
 def _abort_alone(group: dist.ProcessGroup) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_bucketddp.comm.lane import used_here
 from lightning_bucketddp.grads.slots import REQUIRES_GRAD
-from lightning_bucketddp.layout.plan import Bucket, Layout
+from lightning_bucketddp.layout.plan import Layout, PlannedBucket
 
 LARGE_BYTES = 16 * 1024
 """Gradients of this size on average are copied and scaled one by one. Smaller ones are copied together, then scaled."""
@@ -56,7 +56,7 @@ class GradBuffers:
             self.views[slot] = self._view(slot)
         return self.views[slot]
 
-    def bucket_flat(self, bucket: Bucket) -> Tensor:
+    def bucket_flat(self, bucket: PlannedBucket) -> Tensor:
         """The contiguous 1-D tensor of one bucket, padding included."""
         return self.flats[bucket.buffer][bucket.start : bucket.stop]
 
@@ -109,7 +109,7 @@ class GradBuffers:
             assert flat is not None
             flat.mul_(scale)
 
-    def pack_into(self, memory: Tensor, bucket: Bucket, slots: Sequence[int], grads: Sequence[Tensor]) -> None:
+    def pack_into(self, memory: Tensor, bucket: PlannedBucket, slots: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Bring gradients into other memory of another dtype, as they lie in their bucket; zeros where there is none.
 
         Args:

@@ -109,7 +109,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class PlannedBucket:
     """A contiguous run of slots, reduced by one collective.
 
     Attributes:
@@ -152,7 +152,7 @@ class Layout:
     """
 
     slots: tuple[Slot, ...]
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[PlannedBucket, ...]
     buffers: tuple[BufferSpec, ...]
 
     @property
@@ -160,7 +160,7 @@ class Layout:
         """Bytes of all buffers, padding included."""
         return sum(self.bucket_nbytes(bucket) for bucket in self.buckets)
 
-    def bucket_nbytes(self, bucket: Bucket) -> int:
+    def bucket_nbytes(self, bucket: PlannedBucket) -> int:
         """Bytes of one bucket, padding included."""
         return bucket.numel * self.buffers[bucket.buffer].dtype.itemsize
 
@@ -228,7 +228,7 @@ def plan(
 
     filled: dict[tuple[str, torch.dtype], int] = {}  # elements of each buffer
     slots: dict[int, Slot] = {}
-    buckets: list[Bucket] = []
+    buckets: list[PlannedBucket] = []
     for bucket in sorted(members, key=lambda slots: position[slots[-1]]):
         key = specs[bucket[0]].device, specs[bucket[0]].dtype
         start = filled.setdefault(key, 0)
@@ -237,7 +237,7 @@ def plan(
         for slot, place in places.items():
             slots[slot] = Slot(specs[slot], buffer, start + place)
         filled[key] += numel
-        buckets.append(Bucket(buffer, start, filled[key], tuple(bucket), whole=not divided))
+        buckets.append(PlannedBucket(buffer, start, filled[key], tuple(bucket), whole=not divided))
     buffers = tuple(BufferSpec(device, dtype, numel) for (device, dtype), numel in filled.items())
     return Layout(tuple(slots[index] for index in range(len(specs))), tuple(buckets), buffers)
 

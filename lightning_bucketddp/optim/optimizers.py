@@ -64,7 +64,7 @@ class Optimizers(Participant):
         self._sharded: WeakKeyDictionary[Optimizer, Swap] = WeakKeyDictionary()  # close() detaches swaps
         self._warned = False
         self._params: ShardedParams | None = None
-        storage, planner = passes.reducer.storage, passes.wrapped.built.planner
+        storage, planner = passes.reducer.storage, passes.reducer.planner
         if isinstance(storage, Sharded):
             self._params = ShardedParams(module, passes.reducer.table, storage, planner, ranks.peers)
             passes.wrapped.add(self)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-from torch import Tensor
+from collections.abc import Sequence
 
 from lightning_bucketddp.comm.gloo import SHORT_BYTES
 from lightning_bucketddp.comm.hooks import CommHook
@@ -14,7 +11,6 @@ from lightning_bucketddp.comm.lane import lane_for
 from lightning_bucketddp.grads.bucket import Buckets
 from lightning_bucketddp.grads.coalesced import Coalesced
 from lightning_bucketddp.grads.contiguous import Contiguous
-from lightning_bucketddp.grads.hooks import GradientHooks
 from lightning_bucketddp.grads.planner import LayoutPlanner
 from lightning_bucketddp.grads.sharded import Sharded
 from lightning_bucketddp.grads.slots import SlotTable
@@ -22,77 +18,31 @@ from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.peers.control import MAX_RANKS_IN_FP32
 from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.reducer.context import WrapperContext
-from lightning_bucketddp.reducer.limits import GradientLimits
 from lightning_bucketddp.reducer.participant import Participant
-from lightning_bucketddp.reducer.ready_order import OrderLearner
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.reductions import AllReduce, HookReduce, ReduceScatter, Reduction
-from lightning_bucketddp.reducer.sparse import SparseGrads
-from lightning_bucketddp.reducer.trainable import TrainableHistory
 
 
-@dataclass(frozen=True, eq=False)
-class Built:
-    """A reducer for the present parameters, and the parts of it that its owner needs.
-
-    Attributes:
-        reducer: The reducer.
-        planner: Plans layouts.
-        trainable: Follows ``requires_grad``.
-        learner: Learns the order of gradients.
-        sparse: Reduces sparse gradients.
-        hooks: Tell the reducer of gradients.
-    """
-
-    reducer: Reducer
-    planner: LayoutPlanner
-    trainable: TrainableHistory
-    learner: OrderLearner
-    sparse: SparseGrads
-    hooks: GradientHooks
-
-
-def build_reducer(
-    context: WrapperContext, hook: CommHook | None, others: Sequence[Participant], open_pass: Callable[[Tensor], None]
-) -> Built:
-    """Build a reducer.
+def build_reducer(context: WrapperContext, hook: CommHook | None, participants: Sequence[Participant]) -> Reducer:
+    """Build a reducer, which the participants follow from now on.
 
     Args:
         context: The parts that stay.
         hook: The communication hook, if there is one.
-        others: Further participants, from outside of this folder.
-        open_pass: Called with the first parameter that gets a gradient while no pass is open.
+        participants: The features that take part in passes.
     """
-    options, ranks, params = context.options, context.ranks, context.params
-    collectives = ranks.collectives
+    params, collectives = context.params, context.ranks.collectives
     table = SlotTable(params.named, params.sparse)
-    planner = LayoutPlanner(table, options, collectives.world_size, context.nodes.one)
+    planner = LayoutPlanner(table, context.options, collectives.world_size, context.nodes.one)
     buckets = Buckets(table, planner)
     storage = _storage(context, table, buckets, planner, hook)
-    trainable = TrainableHistory(table, ranks)
-    learner = OrderLearner(table, planner, ranks, sharded=context.groups is not None)
-    sparse = SparseGrads(table, ranks, context.divisor, options.max_abs_grad)
-    members: list[Participant] = [context.recorder, context.divisor]
-    if options.max_abs_grad is not None:
-        members.append(GradientLimits(table, storage, options.max_abs_grad, collectives.rank))
-    members.append(sparse)
-    if context.skips is not None:
-        context.skips.follow(table, storage)
-        members.append(context.skips)
-    members += [trainable, learner, context.changes]  # what is launched is proved before it is learned
-    if context.ranks_check is not None:
-        context.ranks_check.follow(table)
-        members.append(context.ranks_check)
-    members += others
-    context.recorder.follow(table, storage, sparse)
-    context.recorder.laid_out(storage.layout)
     reduction = _reduction(context, storage, hook)
     starts_here = context.nodes.one or hook is not None  # hooks are called in the thread that trains
     devices = {param.device for param in table.all_params}
     lanes = {device: lane_for(collectives, device, reduction.collectives_each, starts_here) for device in devices}
-    reducer = Reducer(table, buckets, storage, reduction, lanes, members, context)
-    hooks = GradientHooks(table, reducer, open_pass, context.streams)
-    return Built(reducer, planner, trainable, learner, sparse, hooks)
+    for participant in participants:
+        participant.follow(table, storage, planner)
+    return Reducer(table, planner, buckets, storage, reduction, lanes, participants, context)
 
 
 def _storage(

@@ -19,10 +19,15 @@ from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.reducer.changes import ParamChanges
 from lightning_bucketddp.reducer.divisor import GradientDivisor
 from lightning_bucketddp.reducer.joining import Joining
+from lightning_bucketddp.reducer.limits import GradientLimits
 from lightning_bucketddp.reducer.params import Params
+from lightning_bucketddp.reducer.participant import Participant
 from lightning_bucketddp.reducer.ranks_check import RanksCheck
+from lightning_bucketddp.reducer.ready_order import OrderLearner
 from lightning_bucketddp.reducer.record import PassRecorder
 from lightning_bucketddp.reducer.skipping import StepSkips
+from lightning_bucketddp.reducer.sparse import SparseGrads
+from lightning_bucketddp.reducer.trainable import TrainableHistory
 
 
 @dataclass(eq=False)
@@ -41,7 +46,10 @@ class WrapperContext:
         changes: Has the ranks take in changed parameters.
         joining: Whether ranks may run out of data, and whether this one has.
         divisor: What the sum over the ranks is divided by.
+        sparse: Reduces sparse gradients.
         recorder: Records passes.
+        trainable: Follows ``requires_grad``.
+        learner: Learns the order of gradients.
         control: Sends and reads control vectors.
         ranks_check: Compares the ranks' parameters; None if that is off.
         skips: Has all ranks drop the gradients of a step; None if that is off.
@@ -63,7 +71,10 @@ class WrapperContext:
         self.changes = ParamChanges(self.params, ranks, options.init_sync)
         self.joining = Joining(ranks.peers)
         self.divisor = GradientDivisor(options.gradient_divide_by, collectives, self.joining)
-        self.recorder = PassRecorder(ranks.peers)
+        self.sparse = SparseGrads(ranks, self.divisor, options.max_abs_grad)
+        self.recorder = PassRecorder(ranks.peers, self.sparse)
+        self.trainable = TrainableHistory(ranks)
+        self.learner = OrderLearner(ranks, sharded=options.shard_optimizer)
         self.control = ControlChannel(ranks, self.device)
         every, on_difference = options.check_ranks_every, options.check_ranks
         self.ranks_check = None if every is None else RanksCheck(ranks, every, on_difference)
@@ -80,13 +91,25 @@ class WrapperContext:
         self.skips: StepSkips | None = None
         if options.skips_steps:
             self.skips = StepSkips(options, ranks, self.groups, self.device)
-        if self.levels is not None:
-            return
+        if self.levels is None:
+            self._separate_stages()
+
+    def _separate_stages(self) -> None:
+        options, collectives = self.options, self.ranks.collectives
         first: Collectives | None = collectives
         second: Collectives | None = collectives
         if self.groups is not None:
             first, second = None if self.groups.levels else self.groups.inside, self.groups.across
-        separate_stages(collectives, first, second if wire_dtype else None, self.device, self.nodes.one)
+        separate_stages(collectives, first, second if options.wire_dtype else None, self.device, self.nodes.one)
+
+    def participants(self) -> list[Participant]:
+        """The features that take part in passes; the same on every rank, in the order of their collectives."""
+        limit = self.options.max_abs_grad
+        limits = None if limit is None else GradientLimits(limit, self.ranks.rank)
+        # What is launched is proved before it is learned.
+        last = (self.trainable, self.learner, self.changes, self.ranks_check)
+        members = (self.recorder, self.divisor, limits, self.sparse, self.skips, *last)
+        return [member for member in members if member is not None]
 
     def _ranks_each(self) -> int | None:
         """How many ranks each node has, if gradients are reduced in two levels; else None."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_bucketddp.grads.bucket import Bucket
 from lightning_bucketddp.grads.checks import require_sound
+from lightning_bucketddp.grads.planner import LayoutPlanner
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.reducer.participant import Participant
@@ -18,14 +19,16 @@ class GradientLimits(Participant):
     """Looks at gradients before their bucket is packed. The host waits for them.
 
     Args:
-        table: The slots.
-        storage: The gradients.
         limit: The largest absolute value.
         rank: This rank.
     """
 
-    def __init__(self, table: SlotTable, storage: Storage, limit: float, rank: int) -> None:
-        self._table, self._storage, self._limit, self._rank = table, storage, limit, rank
+    def __init__(self, limit: float, rank: int) -> None:
+        self._limit, self._rank = limit, rank
+
+    def follow(self, table: SlotTable, storage: Storage, planner: LayoutPlanner) -> None:
+        """Look at these gradients from now on."""
+        self._table, self._storage = table, storage
 
     def before_launch(self, bucket: Bucket) -> None:
         """Require that the gradients of the bucket are finite and within the limit.

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_bucketddp.grads.bucket import Bucket
+from lightning_bucketddp.grads.planner import LayoutPlanner
+from lightning_bucketddp.grads.slots import SlotTable
+from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.peers.control import Control, ControlExchange, Report
 from lightning_bucketddp.reducer.state import Pass
@@ -30,8 +33,19 @@ class Participant:
     """A feature that takes part in every pass. Override what it needs.
 
     The list of participants follows from the options and is the same on every rank; its order is the order of their
-    collectives.
+    collectives. All live as long as the wrapper.
     """
+
+    def follow(self, table: SlotTable, storage: Storage, planner: LayoutPlanner) -> None:
+        """Take part in passes of these parameters from now on. Called when they are wrapped or taken in anew.
+
+        Send nothing.
+
+        Args:
+            table: The parameters and their slots.
+            storage: The memory of their gradients.
+            planner: Plans their layouts.
+        """
 
     @property
     def follows_gradients(self) -> bool:

@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.host_copy import HostCopy
+from lightning_bucketddp.grads.planner import LayoutPlanner
 from lightning_bucketddp.grads.slots import SlotTable
+from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.layout.options import OnDifference
 from lightning_bucketddp.layout.require import listed
 from lightning_bucketddp.peers.agreement import RankMismatchError
@@ -85,7 +87,7 @@ class RanksCheck(Participant):
         self._comparison: _Comparison | None = None
         self._warned = False
 
-    def follow(self, table: SlotTable) -> None:
+    def follow(self, table: SlotTable, storage: Storage, planner: LayoutPlanner) -> None:
         """Compare these parameters from now on, frozen ones too.
 
         Those that do not hold plain values, such as sparse ones and quantised subclasses of tensors, are left out.

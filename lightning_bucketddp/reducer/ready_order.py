@@ -10,6 +10,7 @@ import torch
 
 from lightning_bucketddp.grads.planner import LayoutPlanner
 from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
+from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.peers.status import Phase
@@ -26,8 +27,6 @@ class OrderLearner(Participant):
     The ranks exchange, per slot, when its first gradient was ready. The planner gets the mean position.
 
     Args:
-        table: The slots.
-        planner: Plans layouts.
         ranks: The ranks.
         sharded: Whether shards lie in the buckets.
 
@@ -35,10 +34,13 @@ class OrderLearner(Participant):
         lessons: What was learned, in simple types, for checkpoints.
     """
 
-    def __init__(self, table: SlotTable, planner: LayoutPlanner, ranks: Ranks, sharded: bool) -> None:
-        self._table, self._planner, self._ranks = table, planner, ranks
+    def __init__(self, ranks: Ranks, sharded: bool) -> None:
+        self._ranks, self._sharded = ranks, sharded
+
+    def follow(self, table: SlotTable, storage: Storage, planner: LayoutPlanner) -> None:
+        """Learn the order of these parameters' gradients; nothing is known yet."""
+        self._table, self._planner = table, planner
         self._teaches = planner.overlap
-        self._sharded = sharded
         self._opened: Pass | None = None
         self._position: dict[int, int] = {}  # of each slot's first gradient
         self._repeated: set[int] = set()  # slots with several gradients

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 import torch
 
 from lightning_bucketddp.comm.groups import debug_level
+from lightning_bucketddp.grads.planner import LayoutPlanner
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage
-from lightning_bucketddp.layout.plan import Bucket, Layout, size_text
+from lightning_bucketddp.layout.plan import Layout, PlannedBucket, size_text
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.reducer.participant import Participant, PassResult
 from lightning_bucketddp.reducer.sparse import SparseGrads
@@ -165,13 +166,14 @@ class PassRecorder(Participant):
 
     Args:
         peers: The other ranks.
+        sparse: Reduces sparse gradients.
 
     Attributes:
         last: Gives the record of the last synchronised pass that published gradients; None before the first.
     """
 
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
+    def __init__(self, peers: Peers, sparse: SparseGrads) -> None:
+        self._peers, self._sparse = peers, sparse
         self._done = 0  # of the launched buckets, in launch order, this many were seen to be done
         self.last: Callable[[], PassRecord | None] = lambda: None
         self._layouts, self._layouts_before = 0, 1
@@ -180,9 +182,10 @@ class PassRecorder(Participant):
         self._opened: Pass | None = None
         self._result: PassResult | None = None
 
-    def follow(self, table: SlotTable, storage: Storage, sparse: SparseGrads) -> None:
+    def follow(self, table: SlotTable, storage: Storage, planner: LayoutPlanner) -> None:
         """Record passes of these parameters from now on."""
-        self._watched = table, storage, sparse
+        self._watched = table, storage
+        self.laid_out(storage.layout)
 
     def laid_out(self, layout: Layout) -> None:
         """Count a layout, and log it if the debug level is INFO or DETAIL."""
@@ -225,7 +228,7 @@ class PassRecorder(Participant):
         local_passes, self._local_passes = self._local_passes, 0
         if opened is None or result is None:
             return
-        table, storage, sparse = self._watched
+        (table, storage), sparse = self._watched, self._sparse
         began, backward_ended, ended = self._opened_at, self._backward_ended_at, time.perf_counter()
         layout = storage.layout
         times = [(each.bucket.index, each.ready_at, each.launched_at, each.done_at) for each in opened.active]
@@ -282,7 +285,7 @@ def _describe(layout: Layout, rank: int, pass_number: int) -> str:
     )
 
 
-def _names(layout: Layout, bucket: Bucket) -> tuple[str, ...]:
+def _names(layout: Layout, bucket: PlannedBucket) -> tuple[str, ...]:
     return tuple(layout.slots[slot].spec.name for slot in bucket.slots)
 
 

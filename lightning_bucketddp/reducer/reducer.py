@@ -37,7 +37,7 @@ from torch import Tensor
 from lightning_bucketddp.comm.lane import Lane
 from lightning_bucketddp.comm.wire import Pack
 from lightning_bucketddp.grads.bucket import Bucket, BucketProgress, Buckets
-from lightning_bucketddp.grads.hooks import has_other_hooks
+from lightning_bucketddp.grads.planner import LayoutPlanner
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage, Taken
 from lightning_bucketddp.layout.plan import Layout
@@ -54,6 +54,7 @@ class Reducer:
 
     Args:
         table: The parameters and their slots.
+        planner: Plans layouts.
         buckets: The buckets.
         storage: The memory of gradients.
         reduction: Reduces a bucket.
@@ -69,6 +70,7 @@ class Reducer:
     def __init__(
         self,
         table: SlotTable,
+        planner: LayoutPlanner,
         buckets: Buckets,
         storage: Storage,
         reduction: Reduction,
@@ -76,7 +78,7 @@ class Reducer:
         participants: Sequence[Participant],
         context: WrapperContext,
     ) -> None:
-        self.table, self.buckets, self.storage = table, buckets, storage
+        self.table, self.planner, self.buckets, self.storage = table, planner, buckets, storage
         self.reduction, self.lanes = reduction, lanes
         self.participants = Participants(participants)
         self._context, self.peers = context, context.ranks.peers
@@ -163,7 +165,7 @@ class Reducer:
     def _may_launch(self, param: Tensor) -> bool:
         """Whether full buckets may be launched in the hook of ``param``: now, and before other wrappers' buckets."""
         # Other hooks run after this one, and must find the gradient.
-        return not has_other_hooks(param) and self._context.queue.is_first()
+        return not _has_other_hooks(param) and self._context.queue.is_first()
 
     def _mark_recorded(self, this_pass: Pass) -> list[BucketProgress]:
         """Mark recorded gradients, all at once where they complete a bucket in order; return the full buckets."""
@@ -425,6 +427,12 @@ def _pack(
 
 def _pack_zeros(bucket: Bucket, scale: float | None = None, memory: Tensor | None = None) -> None:
     (bucket.flat if memory is None else memory).zero_()
+
+
+def _has_other_hooks(param: Tensor) -> bool:
+    """Whether somebody has added a post-accumulate-grad hook to a parameter that has a reducer's."""
+    # Private, but there is no public way to ask. Should it go, such hooks may find no gradient.
+    return len(getattr(param, "_post_accumulate_grad_hooks", None) or ()) > 1
 
 
 def _describe_awaited(this_pass: Pass, table: SlotTable) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_bucketddp.comm.shard_groups import ShardGroups
 from lightning_bucketddp.grads.bucket import Bucket
 from lightning_bucketddp.grads.checks import GradientError
+from lightning_bucketddp.grads.planner import LayoutPlanner
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.layout.options import Options
@@ -84,7 +85,7 @@ class StepSkips(Participant):
         """Whether ranks skip a step in which one ran out of memory."""
         return "oom" in self._options.skip_step_on
 
-    def follow(self, table: SlotTable, storage: Storage) -> None:
+    def follow(self, table: SlotTable, storage: Storage, planner: LayoutPlanner) -> None:
         """Look at these gradients from now on."""
         self._table, self._storage = table, storage
 

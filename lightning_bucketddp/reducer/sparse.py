@@ -21,7 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bucketddp.grads.checks import require_sound
+from lightning_bucketddp.grads.planner import LayoutPlanner
 from lightning_bucketddp.grads.slots import SlotTable
+from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.peers.control import Report
 from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.peers.status import Phase
@@ -61,7 +63,6 @@ class SparseGrads(Participant):
     """Reduces the gradients of parameters without a slot, as these may be sparse.
 
     Args:
-        table: The module's parameters.
         ranks: The ranks.
         divisor: Knows the factor for means.
         max_abs_grad: Refuse gradients that are not finite, or larger in absolute value; None to look at none.
@@ -71,21 +72,19 @@ class SparseGrads(Participant):
         nbytes: Bytes that this rank received in the last reduction, padding included.
     """
 
-    def __init__(
-        self,
-        table: SlotTable,
-        ranks: Ranks,
-        divisor: GradientDivisor,
-        max_abs_grad: float | None = None,
-    ) -> None:
-        self._table = table
-        self._names, self._params = table.names, table.all_params
+    def __init__(self, ranks: Ranks, divisor: GradientDivisor, max_abs_grad: float | None = None) -> None:
         self._ranks, self._collectives, self._divisor = ranks, ranks.collectives, divisor
         self._max_abs_grad = max_abs_grad
-        self._opened: Pass | None = None
-        self._held: list[tuple[int, Tensor | None]] = []
-        self.used_somewhere: frozenset[int] = frozenset()
-        self.nbytes = 0
+        self._opened: Pass | None
+        self._held: list[tuple[int, Tensor | None]]
+        self.used_somewhere: frozenset[int]
+
+    def follow(self, table: SlotTable, storage: Storage, planner: LayoutPlanner) -> None:
+        """Reduce the sparse gradients of these parameters from now on."""
+        self._table = table
+        self._names, self._params = table.names, table.all_params
+        self._opened, self._held = None, []
+        self.used_somewhere, self.nbytes = frozenset(), 0
 
     @property
     def reads_control(self) -> bool:

@@ -6,7 +6,9 @@ import hashlib
 
 import torch
 
+from lightning_bucketddp.grads.planner import LayoutPlanner
 from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
+from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.peers.agreement import RankMismatchError
 from lightning_bucketddp.peers.diagnose import other_trainable
 from lightning_bucketddp.peers.ranks import Ranks
@@ -35,7 +37,6 @@ class TrainableHistory(Participant):
     buckets of other sizes end in.
 
     Args:
-        slots: The module's parameters.
         ranks: The ranks.
 
     Attributes:
@@ -43,12 +44,15 @@ class TrainableHistory(Participant):
         agreed: The union that the ranks agreed on last.
     """
 
-    def __init__(self, slots: SlotTable, ranks: Ranks) -> None:
-        self._slots = slots
+    def __init__(self, ranks: Ranks) -> None:
         self._ranks, self._peers = ranks, ranks.peers
+
+    def follow(self, table: SlotTable, storage: Storage, planner: LayoutPlanner) -> None:
+        """Follow these parameters from now on. The ranks have agreed on the set that is trainable now."""
+        self._table = table
         self._to_prove = 0  # this many of the next passes
         self._unproved: TrainableSet | None = None
-        self.agreed = slots.trainable_now()
+        self.agreed = table.trainable_now()
         self.since_reduction: TrainableSet | None = None
 
     @property
@@ -80,7 +84,7 @@ class TrainableHistory(Participant):
             RankMismatchError: On every rank, naming the first parameter that differs and both sides.
             RuntimeError: If some ranks stay silent for the whole timeout.
         """
-        self._peers.here.note_trainable(self._slots.names, trainable)
+        self._peers.here.note_trainable(self._table.names, trainable)
         changed = trainable != self.agreed
         if self._to_prove:
             self._to_prove -= 1
@@ -119,7 +123,7 @@ class TrainableHistory(Participant):
             other = next((rank for rank, bits in enumerate(said) if bits != said[0]), None)
             if other is not None:
                 first, second = (
-                    Status(rank, peers.position, trainable=[bit == "1" for bit in said[rank]], names=self._slots.names)
+                    Status(rank, peers.position, trainable=[bit == "1" for bit in said[rank]], names=self._table.names)
                     for rank in (0, other)
                 )
                 raise RankMismatchError(f"rank {peers.rank}: {other_trainable(first, second)}")

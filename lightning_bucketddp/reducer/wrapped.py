@@ -12,9 +12,9 @@ from lightning_bucketddp.grads.slots import TrainableSet
 from lightning_bucketddp.peers.agreement import Entry
 from lightning_bucketddp.reducer.build import build_reducer
 from lightning_bucketddp.reducer.context import WrapperContext
+from lightning_bucketddp.reducer.gradient_hooks import GradientHooks
 from lightning_bucketddp.reducer.participant import Participant
 from lightning_bucketddp.reducer.ready_order import Lesson
-from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.state import PassState
 
 
@@ -29,7 +29,7 @@ class Wrapped:
 
     Attributes:
         context: The parts that stay.
-        built: The reducer of the present parameters, and its parts.
+        reducer: The reducer of the present parameters.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class Wrapped:
         others: Sequence[Participant],
         open_pass: Callable[[Tensor], None],
     ) -> None:
-        self.context, self._hook, self._others, self._open_pass = context, hook, others, open_pass
+        self.context, self._hook, self._open_pass = context, hook, open_pass
+        self._participants = [*context.participants(), *others]
         self._cleared_before = -1  # the pass before which all gradients were set to zero
-        self.built = build_reducer(context, hook, others, open_pass)
+        self._build()
 
-    @property
-    def reducer(self) -> Reducer:
-        """The reducer of the present parameters."""
-        return self.built.reducer
+    def _build(self) -> None:
+        self.reducer = build_reducer(self.context, self._hook, self._participants)
+        self._gradient_hooks = GradientHooks(self.reducer, self._open_pass, self.context.streams)
 
     def trains(self) -> set[int]:
         """The ids of the parameters whose gradients are reduced here."""
@@ -55,12 +55,12 @@ class Wrapped:
 
     def add(self, participant: Participant) -> None:
         """Let one more feature take part in passes, from the next one on. It must send nothing."""
-        self._others = [*self._others, participant]
+        self._participants.append(participant)
         self.reducer.add_participant(participant)
 
     def close(self) -> None:
         """Remove the hooks, and make gradients plain tensors again. Sends nothing; safe in any state."""
-        self.built.hooks.remove()
+        self._gradient_hooks.remove()
         self.reducer.close()
         self.context.queue.leave()
 
@@ -87,11 +87,11 @@ class Wrapped:
     def note_forward(self) -> None:
         """Add the hooks of unfrozen parameters: the first gradient may be of one of them."""
         self.reducer.storage.bind_main_grads(True)
-        self.built.hooks.add_unfrozen()
+        self._gradient_hooks.add_unfrozen()
 
     def note_trainable(self) -> None:
         """Count the present trainable set as that of a pass."""
-        self.built.trainable.note(self.reducer.table.trainable_now())
+        self.context.trainable.note(self.reducer.table.trainable_now())
 
     def take_in_changed(self) -> None:
         """Add the hooks of unfrozen parameters, and lay buckets out anew if parameters have changed. Sends nothing.
@@ -101,7 +101,7 @@ class Wrapped:
         Raises:
             WrapError: If a new parameter cannot be wrapped, or an optimizer holds shards or masters of old ones.
         """
-        self.built.hooks.add_unfrozen()
+        self._gradient_hooks.add_unfrozen()
         if not self.context.changes.take_in(self.trains):
             return
         storage = self.reducer.storage
@@ -113,12 +113,12 @@ class Wrapped:
 
     def _rebuild(self) -> None:
         """Make the reducer of the present parameters. Gradients since the last reduction stay."""
-        old, since = self.reducer, self.built.trainable.since_reduction
+        old, since = self.reducer, self.context.trainable.since_reduction
         accumulated = old.table.pending_indices()
         old.reduction.forget()
         old.storage.release()
-        self.built.hooks.remove()
-        self.built = build_reducer(self.context, self._hook, self._others, self._open_pass)
+        self._gradient_hooks.remove()
+        self._build()
         table = self.reducer.table
         for index, param in enumerate(table.all_params):
             before = old.table.index_of.get(id(param))
@@ -126,7 +126,7 @@ class Wrapped:
                 table.pending.add(table.key(index))
         if since is not None:
             trained = {id(param) for param, flag in zip(old.table.all_params, since, strict=True) if flag}
-            self.built.trainable.note(tuple([id(param) in trained for param in table.all_params]))
+            self.context.trainable.note(tuple([id(param) in trained for param in table.all_params]))
 
     # -- before a pass -------------------------------------------------------------------------------
 
@@ -165,14 +165,14 @@ class Wrapped:
         if synchronised and changes.due():
             changes.agree()
             keeps_place = self.context.groups is not None
-            if not keeps_place and self.built.trainable.agreed != self.reducer.table.trainable_now():
+            if not keeps_place and self.context.trainable.agreed != self.reducer.table.trainable_now():
                 self._rebuild()  # a local pass laid it out for another set
-        planner, trainable = self.built.planner, self.built.trainable
+        planner, trainable = self.reducer.planner, self.context.trainable
         since = trainable.note(self.reducer.table.trainable_now())
         if synchronised and trainable.agree(since, self.context.queue.is_first()):
             if not planner.knows(since):
                 planner.add(since)
-            self.built.learner.look_at(since)
+            self.context.learner.look_at(since)
         if planner.due:
             self.reducer.storage.open()
             self._lay_out()
@@ -188,19 +188,19 @@ class Wrapped:
         """
         self.require_idle()
         index_of = self.reducer.table.index_of
-        self.built.planner.keep_whole({index_of[id(param)] for param in params if id(param) in index_of})
-        if self.built.planner.due:
+        self.reducer.planner.keep_whole({index_of[id(param)] for param in params if id(param) in index_of})
+        if self.reducer.planner.due:
             self._lay_out()
 
     def resume_order(self, lessons: list[Lesson]) -> None:
         """Lay buckets out in the order that an earlier run has learned. All ranks must call this alike."""
-        self.built.learner.resume(lessons)
-        if self.built.planner.due:
+        self.context.learner.resume(lessons)
+        if self.reducer.planner.due:
             self._lay_out()
 
     def _lay_out(self) -> None:
-        self.reducer.lay_out(self.built.planner.plan())
-        self.built.planner.due = False
+        self.reducer.lay_out(self.reducer.planner.plan())
+        self.reducer.planner.due = False
 
     # -- gradients -----------------------------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class Wrapped:
             if key < 0:
                 table.all_params[~key].grad = None
         self.reducer.storage.zero()
-        self.built.sparse.zero()
+        self.context.sparse.zero()
         table.pending.clear()
         self.context.divisor.note_uncleared_grads(None, cleared=True)
         self._cleared_before = self.context.ranks.peers.position.pass_number
@@ -266,7 +266,7 @@ class Wrapped:
             problem = error  # the others must hear of it before it is raised
         peers.require_same(f"the communication hook from pass {peers.position.pass_number} on", entries, problem)
         self._hook = hook
-        lessons, specs = self.built.learner.lessons, self.reducer.table.specs
+        lessons, specs = self.context.learner.lessons, self.reducer.table.specs
         self._rebuild()
         if self.reducer.table.specs == specs:  # the order that was learned stays
             self.resume_order(lessons)

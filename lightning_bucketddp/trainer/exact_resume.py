@@ -166,7 +166,7 @@ class ExactResume:
             "module_buffers": {name: buffer.cpu() for name, buffer in buffers if buffers_are_own},
         }
         wrapped = strategy.bucket_ddp._passes.wrapped
-        checkpoint[ORDER_KEY] = wrapped.built.learner.lessons
+        checkpoint[ORDER_KEY] = wrapped.context.learner.lessons
         checkpoint[KEY] = {
             "ranks": strategy._ranks().objects(mine, "the states of all ranks"),
             "places": [{"batch_size": None, "ordered": False} if each is None else each.place(batches) for each in own],

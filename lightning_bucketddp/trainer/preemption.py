@@ -211,7 +211,7 @@ class PreemptionCheckpoint(Callback):
         wrapper = BucketDDPInTrainer.of(trainer, self)
         mine = random_state(trainer.strategy.root_device), states
         checkpoint[_RANKS] = wrapper._runtime.ranks.objects(mine, "the random states of all ranks")
-        checkpoint[ORDER_KEY], checkpoint[_STOPS] = wrapper._passes.wrapped.built.learner.lessons, trainer.should_stop
+        checkpoint[ORDER_KEY], checkpoint[_STOPS] = wrapper._passes.wrapped.context.learner.lessons, trainer.should_stop
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Find what this rank has saved."""

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.comm.devices import is_accelerator, wait_for_device, widest_float
-from lightning_bucketddp.comm.gloo import collectives_of, end_parts_with
+from lightning_bucketddp.comm.gloo import collectives_of, end_subgroups_with
 from lightning_bucketddp.comm.groups import Group
 from lightning_bucketddp.comm.hooks import choose_hook
 from lightning_bucketddp.comm.shard_groups import require_divides
@@ -119,7 +119,7 @@ class Runtime:
         release.callback(_remove, self._leaf_hooks)
         self._release = weakref.finalize(self, release.close)  # a wrapper that is dropped leaves nothing behind
         self._release.atexit = False
-        end_parts_with(self, collectives)
+        end_subgroups_with(self, collectives)
         self._device = device
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class Runtime:
         groups = self.passes.wrapped.context.groups
         # In parts the whole state of optimizers is still gathered, if shards are divided among some ranks.
         if (groups is None or groups.across is None) and self.passes.peers.failure is None:
-            self.collectives.end_parts()
+            self.collectives.end_subgroups()
         end_signals.release()
 
     def require_right(self) -> None:

@@ -8,8 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from lightning_bucketddp.grads.hooks import is_reducers_own
 from lightning_bucketddp.peers.agreement import WrapError
+from lightning_bucketddp.reducer.gradient_hooks import is_reducers_own
 from lightning_bucketddp.replicas.module_copies import first_sync_batchnorm
 from lightning_bucketddp.wrapper.sync_batchnorm import SyncBatchNorm
 

@@ -33,7 +33,7 @@ def test_what_is_left_behind_in_a_part_is_left_behind_in_the_group() -> None:
     other.leave_behind("rank 1 raised KeyError")
     with pytest.raises(RuntimeError, match=r"without unfinished collectives.*rank 1 raised KeyError"):
         Group(None).require_nothing_left_behind()
-    whole.end_parts()
+    whole.end_subgroups()
     other.all_reduce_sum(torch.ones(1)).wait()  # has not been destroyed
     dist.destroy_process_group(other.group)
 
@@ -43,7 +43,7 @@ def test_parts_end_with_the_group_that_they_are_made_of() -> None:
     whole = Collectives(None)
     part = whole.split([range(2)])
     part.all_reduce_sum(torch.ones(1)).wait()  # no rank connects any more
-    whole.end_parts()
+    whole.end_subgroups()
     with pytest.raises(ValueError, match="Invalid process group"):
         dist.destroy_process_group(part.group)
 
@@ -64,7 +64,7 @@ def test_parts_may_end_at_once() -> None:
     whole = collectives_of(None, torch.device("cpu"))
     for _ in range(100):
         whole.split([range(3)])
-        whole.end_parts()
+        whole.end_subgroups()
 
 
 @on_ranks(3, fresh=True)
@@ -103,7 +103,7 @@ def test_an_abort_that_stands_still_holds_no_other_up() -> None:
         aborted.append(one)
 
     with (
-        patch.dict(groups._parts, {group: WeakSet(parts)}),
+        patch.dict(groups._subgroups, {group: WeakSet(parts)}),
         patch.object(groups, "_abort_alone", abort_alone),
         patch.object(groups, "ABORT_SECONDS", 0.2),
     ):

@@ -99,7 +99,7 @@ def test_what_an_earlier_run_has_learned_decides_before_state_is_loaded() -> Non
     one_pass(trained)
     optimizer.step()
     ours, resumed = begin()
-    wrapped_of(ours).resume_order(wrapped_of(trained).built.learner.lessons)
+    wrapped_of(ours).resume_order(wrapped_of(trained).context.learner.lessons)
     ours.load_optimizer_state_dict(resumed, trained.optimizer_state_dict(optimizer, every_rank=True))
     assert ours.layout == trained.layout
     one_pass(ours)

@@ -294,7 +294,7 @@ def package_frames() -> list[str]:
     """The frames of the package on the stack, from the wire to autograd's hook; empty if there is no hook below."""
     codes = [frame.f_code for frame, _ in traceback.walk_stack(None) if frame.f_code.co_filename.startswith(PACKAGE)]
     names = [f"{Path(code.co_filename).stem}.{code.co_name}" for code in codes]
-    return names[: names.index("hooks.on_gradient") + 1] if "hooks.on_gradient" in names else []
+    return names[: names.index("gradient_hooks.on_gradient") + 1] if "gradient_hooks.on_gradient" in names else []
 
 
 @on_ranks(2, cases=WAYS)

@@ -192,7 +192,7 @@ def test_a_failure_on_one_rank_is_one_on_all(how: str, guarded: bool, others: st
     if rank == 1 and how == "raised":
         words.register_forward_hook(raising)
     elif rank == 1 and how == "interrupted":  # when the others have seen its control vector
-        wrapped_of(ours).built.sparse.use_reports = Mock(side_effect=KeyboardInterrupt("enough"))
+        wrapped_of(ours).context.sparse.use_reports = Mock(side_effect=KeyboardInterrupt("enough"))
     elif rank == 1:  # sparse in both dimensions, or infinite
         words.weight.register_hook(lambda grad: grad.to_dense().to_sparse() if how == "odd" else grad * math.inf)
     loss = ours(*tokens(9, rank)).square().mean()

@@ -289,7 +289,7 @@ def test_parts_have_the_backend_of_their_group_and_writers_its_device() -> None:
     writer = CheckpointWriter(all_ranks(torch.device(DEVICE.type, here)))
     assert everyones((here, writer._thread.submit(torch.accelerator.current_device_index).result())) == [(0, 0), (1, 1)]
     writer.end()
-    whole.end_parts()
+    whole.end_subgroups()
 
 
 @on_ranks(4, cases={"one group": (None, 2), "groups of two": (2, 4)}, quick=["groups of two"])

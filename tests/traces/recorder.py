@@ -93,7 +93,7 @@ class Roles:
         gathers = operation.startswith("all_gather")
         for at, wrapper in self._open():
             layout, key = wrapper.layout, (at, wrapper.layout, operation, label)
-            last, multiple = layout.buckets[-1], wrapper._passes.wrapped.built.planner.multiple
+            last, multiple = layout.buckets[-1], wrapper._passes.reducer.planner.multiple
             control = -(-(HEADER + len(layout.slots)) // multiple) * multiple
             at_once = group.size() * (last.numel + control), last.numel + group.size() * control
             with_control = {"all_reduce": [last.numel + control], "all_to_all_single": at_once}.get(operation, ())

@@ -5,14 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.comm.lane import Streams, current_stream
-from lightning_bucketddp.grads.slots import SlotTable
+from lightning_bucketddp.reducer.reducer import Reducer
 
 HOOK_NAME = "GradientHooks.on_gradient"
 """The qualified name of every hook."""
@@ -21,39 +20,6 @@ HOOK_NAME = "GradientHooks.on_gradient"
 def is_reducers_own(hook: object) -> bool:
     """Whether a post-accumulate-grad hook belongs to a reducer."""
     return getattr(hook, "__qualname__", None) == HOOK_NAME
-
-
-def has_other_hooks(param: Tensor) -> bool:
-    """Whether somebody has added a post-accumulate-grad hook to a parameter that has a reducer's."""
-    # Private, but there is no public way to ask. Should it go, such hooks may find no gradient.
-    return len(getattr(param, "_post_accumulate_grad_hooks", None) or ()) > 1
-
-
-class Recorded(Protocol):
-    """A pass, as hooks see it.
-
-    Attributes:
-        recorded: The parameters whose hooks have recorded that gradients are ready, and of which nobody was notified.
-        notify_after: Notify after this many recorded gradients: they may make a bucket full.
-    """
-
-    recorded: list[Tensor]
-    notify_after: int
-
-
-class Listener(Protocol):
-    """A reducer, as hooks see it.
-
-    Attributes:
-        this_pass: The pass that is open; None if there is none.
-    """
-
-    @property
-    def this_pass(self) -> Recorded | None:
-        """The pass that is open; None if there is none."""
-
-    def gradients_recorded(self, param: Tensor) -> None:
-        """Mark recorded gradients as ready; that of ``param`` came last."""
 
 
 class GradientHooks:
@@ -66,15 +32,12 @@ class GradientHooks:
     it would raise. While they are frozen they have none.
 
     Args:
-        table: The parameters.
-        listener: Notified of gradients in an open pass.
+        reducer: Notified of gradients in an open pass.
         open_pass: Called with the first parameter that gets a gradient while no pass is open.
         streams: The streams on which accelerators make gradients.
     """
 
-    def __init__(
-        self, table: SlotTable, listener: Listener, open_pass: Callable[[Tensor], None], streams: Streams
-    ) -> None:
+    def __init__(self, reducer: Reducer, open_pass: Callable[[Tensor], None], streams: Streams) -> None:
         self._handles: list[RemovableHandle] = []
         # With them torch refuses to swap a parameter's content, as hooks would go with it.
         self._refs: list[weakref.ref[Tensor]] = []
@@ -86,19 +49,19 @@ class GradientHooks:
             def on_gradient(param: Tensor) -> None:
                 if index is not None:
                     streams.seen.add(current_stream(index))
-                this_pass = listener.this_pass
+                this_pass = reducer.this_pass
                 if this_pass is None:
                     open_pass(param)
                     return
                 this_pass.recorded.append(param)
                 if len(this_pass.recorded) >= this_pass.notify_after:
-                    listener.gradients_recorded(param)
+                    reducer.gradients_recorded(param)
 
             on_gradient.__qualname__ = HOOK_NAME
             return on_gradient
 
         self._hook_on = cache(hook_on)
-        for param in table.all_params:
+        for param in reducer.table.all_params:
             if not param.is_inference() and (param.is_floating_point() or param.is_complex()):
                 if param.requires_grad or not _may_be_swapped(param):
                     self._add(param)
