@@ -36,6 +36,8 @@ from lightning_bucketddp import __version__
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.devices import is_accelerator, wait_for_device
 from lightning_bucketddp.comm.host_copy import bytes_of
+from lightning_bucketddp.layout.ledger import leaving
+from lightning_bucketddp.layout.nodes import Nodes
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 
 STEPS = 3
@@ -403,12 +405,12 @@ def _faults(found: Result, case: Case) -> Iterator[str]:
         )
 
 
-def environment(device: torch.device, ranks: Collectives) -> dict[str, Any]:
-    """Ranks, hardware and versions. All ranks must call this."""
+def environment(device: torch.device, world_size: int, hosts: Nodes) -> dict[str, Any]:
+    """Ranks, hardware and versions."""
     of_accelerators = getattr(torch.get_device_module(device), "get_device_name", None)
     facts = {
-        "ranks": ranks.world_size,
-        "hosts": len(set(ranks.exchange_objects(platform.node()))),
+        "ranks": world_size,
+        "hosts": hosts.count,
         "device": f"{platform.machine()}, {os.cpu_count()} cores" if of_accelerators is None else of_accelerators(),
         "backend": dist.get_backend(),
         "system": platform.platform(),
@@ -471,8 +473,13 @@ def run_rank(quick: bool, output: str | None, everything: bool = False) -> bool:
     says = print if ranks.rank == 0 else lambda *_, **__: None
     cases = [case for case in matrix(ranks.world_size) if autocasts(case, device)] if everything else [*CASES]
     size = QUICK if quick or everything else ON_CPU if accelerator is None else ON_ACCELERATOR
-    facts = environment(device, ranks)
+    hosts = Nodes(tuple(ranks.exchange_objects(platform.node())))
+    facts = environment(device, ranks.world_size, hosts)
     says("\n".join(f"{name:21}{fact}" for name, fact in facts.items()))
+    leaves = {} if hosts.one or hosts.ranks_each is None else leaving(hosts.names)
+    if leaves:
+        says("\nleaves a host in a pass, in units of the gradients' size in fp32 (by arithmetic):")
+        says("\n".join(f"{share:6.2f}  {option}" for option, share in leaves.items()))
     if ranks.world_size == 1:
         says("One rank sends nothing: this checks less than two would.")
     width = max(len(case.name) for case in cases) + 1
@@ -485,7 +492,7 @@ def run_rank(quick: bool, output: str | None, everything: bool = False) -> bool:
     wrong = [f"{found.case}: {fault}" for found in results for fault in found.wrong]
     says("\n" + "\n".join(wrong or ["All is right."]))
     if output is not None and ranks.rank == 0:
-        report = {"environment": facts, "size": asdict(size), "wrong": wrong}
+        report = {"environment": facts, "leaves a host": leaves, "size": asdict(size), "wrong": wrong}
         Path(output).write_text(json.dumps({**report, "cases": [asdict(found) for found in results]}, indent=1) + "\n")
     return not wrong
 

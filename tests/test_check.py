@@ -42,6 +42,7 @@ def test_all_is_right_here_and_the_file_says_so(tmp_path: Path) -> None:
     report = json.loads(file.read_text())
     assert report["wrong"] == []
     assert report["environment"]["ranks"] == 2
+    assert report["leaves a host"] == {}
     assert report["environment"]["lightning_bucketddp"] == __version__
     assert [found["case"] for found in report["cases"]] == [case.name for case in check.CASES]
     for found, case in zip(report["cases"], check.CASES, strict=True):
@@ -63,6 +64,17 @@ def test_steps_are_timed_unless_it_is_to_be_quick() -> None:
     assert min(theirs, ours) > 0
     assert check._row(found)[5] == f"{ours:.2f}"
     assert float(check._row(found)[6]) == pytest.approx(found.step_ratio, abs=1e-3)
+
+
+@on_ranks(2)
+def test_it_says_what_leaves_a_host_where_there_are_several(tmp_path: Path) -> None:
+    file, rank = tmp_path / "check.json", dist.get_rank()
+    names = patch.object(check.platform, "node", lambda: f"host {rank}")
+    with names, patch.object(check, "CASES", check.CASES[:1]), redirect_stdout(io.StringIO()) as printed:
+        check.run_rank(quick=True, output=str(file))
+    assert ("0.50  two levels, `wire_dtype" in printed.getvalue()) == (rank == 0)
+    dist.barrier()
+    assert json.loads(file.read_text())["leaves a host"]["a ring of all ranks"] == 1.0
 
 
 class Unaveraged(BucketDDP):

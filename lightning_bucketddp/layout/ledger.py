@@ -16,6 +16,8 @@ Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 Algorithm = Literal["ring", "tree"]
 """How an all-reduce is done. gloo has rings; NCCL chooses, and has trees for all-reduces between nodes only."""
 
+_OF_WIRE_DTYPE: tuple[Kind, ...] = ("all_to_all", "all_gather")
+
 
 class Sent(NamedTuple):
     """Bytes that one node sends.
@@ -49,3 +51,23 @@ def sent(kind: Kind, nbytes: float, nodes: Sequence[Hashable], algorithm: Algori
     away = sum(node != nodes[rank - 1] for rank, node in enumerate(nodes))
     each = (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks * nbytes
     return Sent(away * each / count, (ranks - away) * each / count)
+
+
+def leaving(nodes: Sequence[Hashable]) -> dict[str, float]:
+    """What leaves a node in a pass, by option, in units of the gradients' size in fp32: the mean over the nodes.
+
+    Args:
+        nodes: The node of each rank, by rank; as many ranks on each, one node after the other.
+    """
+    ring, across = (sent("all_reduce", 1, of).between for of in (nodes, range(len(set(nodes)))))
+    one_level = sum(sent(kind, 0.5, nodes).between for kind in _OF_WIRE_DTYPE)
+    return {
+        "a ring of all ranks": ring,
+        "trees": sent("all_reduce", 1, nodes, "tree").between,
+        "two levels, `hierarchical=True`": across,
+        "two levels, sharded, `hierarchical=True`": across,
+        'two levels, `wire_dtype="bfloat16"`': across / 2,
+        'two levels, sharded, `wire_dtype="bfloat16"`': across * 3 / 4,
+        '`comm_hook="bf16"`': ring / 2,
+        'one level, `wire_dtype="bfloat16"`': one_level,
+    }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp.layout.ledger import sent
+from lightning_bucketddp.layout.ledger import leaving, sent
 from lightning_bucketddp.layout.nodes import Nodes
 from tests.models import Mlp
 from tests.pool import case, on_ranks
@@ -161,7 +161,7 @@ def test_unequal_nodes_have_one_level_and_rank_0_warns() -> None:
 
 
 @contextmanager
-def leaving(nodes: Nodes) -> Iterator[list[float]]:
+def bytes_leaving(nodes: Nodes) -> Iterator[list[float]]:
     """This rank's share of the bytes that leave its node, by collective."""
     found: list[float] = []
 
@@ -195,7 +195,7 @@ def test_what_leaves_a_node_is_what_the_ledger_says(name: str) -> None:
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     ours.prepare_optimizer(optimizer)
     for _ in range(3):  # the first pass learns the order
-        with leaving(ours._passes.wrapped.context.nodes) as found:
+        with bytes_leaving(ours._passes.wrapped.context.nodes) as found:
             optimizer.zero_grad()
             ours(torch.ones(1, 256)).sum().backward()
             optimizer.step()
@@ -204,38 +204,16 @@ def test_what_leaves_a_node_is_what_the_ledger_says(name: str) -> None:
     assert 2 * sum(found) / nbytes == pytest.approx(expected, rel=0.03)
 
 
-ROWS: dict[str, Callable[[int, int], float]] = {
-    "a ring of all ranks": lambda nodes, ranks: by_ring(nodes, ranks),
-    "trees, mean": lambda nodes, ranks: sent("all_reduce", 1, where(nodes, ranks), "tree").between,
-    "two levels, `hierarchical=True`": lambda nodes, ranks: by_ring(nodes, 1),
-    "two levels, sharded, `hierarchical=True`": lambda nodes, ranks: by_ring(nodes, 1),
-    'two levels, `wire_dtype="bfloat16"`': lambda nodes, ranks: by_ring(nodes, 1) / 2,
-    'two levels, sharded, `wire_dtype="bfloat16"`': lambda nodes, ranks: by_ring(nodes, 1) * 3 / 4,
-    '`comm_hook="bf16"`': lambda nodes, ranks: by_ring(nodes, ranks) / 2,
-    'one level, `wire_dtype="bfloat16"`': lambda nodes, ranks: sum(
-        sent(kind, 0.5, where(nodes, ranks)).between for kind in ("all_to_all", "all_gather")
-    ),
-}
-
-
-def where(nodes: int, ranks: int) -> list[int]:
-    return [rank // ranks for rank in range(nodes * ranks)]
-
-
-def by_ring(nodes: int, ranks: int) -> float:
-    return sent("all_reduce", 1, where(nodes, ranks)).between
-
-
 def test_the_table_of_the_page_is_the_ledgers() -> None:
     lines = (Path(__file__).parents[2] / "docs" / "machines.md").read_text().splitlines()
     lines = lines[next(at for at, line in enumerate(lines) if line.startswith("| nodes x ranks")) :]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     shapes = [tuple(map(int, cell.split("x"))) for cell in rows[0][1:]]
-    for name, value in ROWS.items():
-        (row,) = [row for row in rows if row[0].startswith(name)]
-        for cell, (nodes, ranks) in zip(row[1:], shapes, strict=True):
+    for at, (nodes, ranks) in enumerate(shapes, 1):
+        for name, share in leaving([rank // ranks for rank in range(nodes * ranks)]).items():
+            (row,) = [row for row in rows if row[0].startswith(name)]
             with case(name, nodes, ranks):
-                assert float(cell) == pytest.approx(value(nodes, ranks), abs=0.0051)
+                assert float(row[at]) == pytest.approx(share, abs=0.0051)
 
 
 def test_the_ledger_says_what_leaves_a_node() -> None:
