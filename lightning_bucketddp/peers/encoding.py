@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from types import UnionType
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 def encode(value: object) -> str:
     """Dataclasses, numbers, strings, and sequences and dictionaries of them as JSON."""
-    return json.dumps(value, default=asdict)
+    return json.dumps(value, default=lambda each: {field.name: getattr(each, field.name) for field in fields(each)})
 
 
 def decode(text: str | bytes, kind: Any, otherwise: _T) -> _T:

@@ -161,7 +161,10 @@ class RollCall:
         Args:
             store: The connection to use.
         """
-        store.set(f"status/{self.rank}", encode((self.news.number, self.records())))
+        first, *others = self.records()
+        for status in others:
+            status.stack = ()  # stands in the first one: a process may have had many wrappers
+        store.set(f"status/{self.rank}", encode((self.news.number, [first, *others])))
 
     def records(self) -> list[Status]:
         """This rank's records as they are now."""
@@ -263,6 +266,8 @@ class RollCall:
         for rank, value in enumerate(values):
             nothing: _Answer = (0, [Status(rank)])
             answered, statuses = decode(value, _Answer, nothing) if value else nothing
+            for each in statuses[1:]:
+                each.stack = statuses[0].stack
             if rank == self.rank:  # its listener may be late
                 answered, statuses = call, self.records()
             silent = now - min((at for number, at in list(self._heard) if number > answered), default=now)
