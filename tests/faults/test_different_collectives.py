@@ -94,7 +94,7 @@ class Slow(Citizen):
 def test_slow_ranks_are_never_taken_for_ranks_that_wait_for_different_things() -> None:
     model = Slow("conv")
     with TemporaryDirectory() as folder, patch.object(watch, "_LOOK_SECONDS", 0.02):
-        options = {"enable_checkpointing": True, "default_root_dir": folder, "max_epochs": 2}
+        options = {"enable_checkpointing": True, "default_root_dir": folder}
         fits = trainer(ours(), callbacks=EarlyStopping("valid"), **options)
         fits.fit(model, data(4), data(2))
     assert fits.state.finished

@@ -108,6 +108,7 @@ def scales_of(path: str) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     return {"called directly": scale, "in an autograd function": lambda weight, x: Scale.apply(scale, weight, x)}
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_extensions_read_the_new_values(extension: str) -> None:
     for name, scale in scales_of(extension).items():
@@ -128,6 +129,7 @@ def test_extensions_read_the_new_values(extension: str) -> None:
             assert drift(module) == 0
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_module_waits_for_what_it_reads_alone(extension: str) -> None:
     """From the second forward on, which knows what modules call."""

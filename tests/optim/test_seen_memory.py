@@ -103,7 +103,7 @@ ALIASES: dict[str, Callable[[nn.Module], Read]] = {
 }
 
 
-@on_ranks(2, 3, cases=WRAPS, quick=["sharded", "groups of one"], timeout=200)
+@on_ranks(2, 3, cases=WRAPS, quick=["sharded"], timeout=200)
 def test_an_alias_reads_each_steps_values_whenever_it_was_taken(options: dict[str, Any]) -> None:
     expected = trained(5)
     with gathers_put_off():
@@ -177,7 +177,7 @@ EXCHANGES: dict[str, Callable[[nn.Module], Read | None]] = {
 }
 
 
-@on_ranks(2, 3, cases=WRAPS, quick=["sharded", "groups of one"], timeout=200)
+@on_ranks(2, 3, cases=WRAPS, quick=["sharded"], timeout=200)
 def test_training_is_the_same_whatever_exchanges_the_memory_of_parameters(options: dict[str, Any]) -> None:
     expected = trained(5)
     with gathers_put_off():

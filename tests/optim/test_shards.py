@@ -306,7 +306,10 @@ def both_ways(name: str, extra: dict[str, Any]) -> None:
 TRAINED = {name: (name, {}) for name in TRAININGS} | {f"{name}, scattered": (name, SCATTERED) for name in SOME}
 
 
-@on_ranks(3, cases=TRAINED, quick=[*TRAININGS, "gan, scattered"], timeout=200)
+QUICK = ["gan", "freezing", "sparse_and_ignored", "low_precision", "uneven", "hooks", "two_backwards", "gan, scattered"]
+
+
+@on_ranks(3, cases=TRAINED, quick=QUICK, timeout=200)
 def test_the_same_training_as_without_shards(name: str, extra: dict[str, Any]) -> None:
     both_ways(name, extra)
 

@@ -51,7 +51,7 @@ def test_a_wait_for_an_event_is_found() -> None:
 
 @on_ranks(2, timeout=280)
 def test_cases_of_the_matrix_are_right(tmp_path: Path) -> None:
-    matrix_is_right(tmp_path / "check.json", SOME, DEVICE)
+    matrix_is_right(tmp_path / "check.json", {name for name in SOME if "4 passes" not in name}, DEVICE)
 
 
 @pytest.mark.slow

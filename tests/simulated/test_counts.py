@@ -21,10 +21,7 @@ ROWS = [
     for peer in PEERS
     if not (of.options and "contiguous" in peer)  # refused together
 ]
-QUICK = [
-    *((next(iter(MODELS)), peer) for peer in PEERS if "torch" in peer and "`" not in peer),
-    *((model, OURS) for model in MODELS),
-]
+QUICK = [(next(iter(MODELS)), peer) for peer in (OURS, BEST)]
 TABLE = "(## {}\n\n)(?:\\|.*\n)*"
 
 
