@@ -136,7 +136,7 @@ class Collectives(Group):
         Args:
             flat: 1-D, floating or complex, contiguous.
             pack: Brings its values there.
-            wire_dtype: bf16 or fp16, in which values travel; no effect on a tensor of less, or other, precision.
+            wire_dtype: bf16, fp16 or int8, in which values travel; no effect on a tensor of less, or other, precision.
             second: The collectives for the second stage; these ones if None.
         """
         if wire_dtype is None or self._nothing_to_do(flat) or not wire.may_travel_in(wire_dtype, flat):
@@ -154,13 +154,19 @@ class Collectives(Group):
             yield Stage(self.group.allreduce([wire.real(flat)], op), followed=False)
 
     def _mean_in(self, dtype: torch.dtype, flat: Tensor, pack: Pack, second: Collectives) -> Stages:
-        sent = wire.packed_in(dtype, flat, pack, self.world_size)
+        sent = wire.message_in(dtype, flat, pack, self.world_size)
         received, handle = self._exchange(sent, with_own=True)
         yield Stage(handle, (sent, received))
-        self._average(received, self.shard(sent))  # rounds: this rank keeps what the others get
+        values, part = wire.values_of(received), self.shard(sent)  # rounds: this rank keeps what the others get
+        if values is received:
+            self._average(values, part)
+        else:
+            mean = values[: values.numel() // self.world_size]
+            self._average(values, mean)
+            wire.write_8_bits(mean, part)
         yield Stage(second._gather(sent))
         flat = wire.real(flat)
-        flat.copy_(sent[: flat.numel()])
+        flat.copy_(wire.values_of(sent)[: flat.numel()])
 
     def _average(self, received: Tensor, out: Tensor) -> None:
         """Write the mean of the ranks' parts, which have arrived one after the other, summed in fp32 at least."""
@@ -184,7 +190,8 @@ class Collectives(Group):
         Args:
             flat: 1-D, floating or complex, contiguous.
             pack: Brings its values there.
-            wire_dtype: bf16 or fp16, in which values travel; they are summed in fp32, and the shard is not rounded.
+            wire_dtype: bf16, fp16 or int8, in which values travel; they are summed in fp32, and the shard is not
+                rounded.
         """
         if self._nothing_to_do(flat):
             return self._mean(flat, pack, None)
@@ -205,10 +212,10 @@ class Collectives(Group):
         shard.copy_(mean[: shard.numel()])
 
     def _scatter_in(self, dtype: torch.dtype, flat: Tensor, pack: Pack) -> Stages:
-        sent = wire.packed_in(dtype, flat, pack, self.world_size)
+        sent = wire.message_in(dtype, flat, pack, self.world_size)
         received, handle = self._exchange(sent, with_own=True)
         yield Stage(handle, (sent, received))
-        self._average(received, wire.real(self.shard(flat)))
+        self._average(wire.values_of(received), wire.real(self.shard(flat)))
 
     def all_gather_shards(self, flat: Tensor) -> Work:
         """Start filling ``flat`` with every rank's :meth:`shard` of it, in place.

@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_bucketddp.comm import wire
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.wire import Pack
-from lightning_bucketddp.comm.work import Stage, Stages
+from lightning_bucketddp.comm.work import Handles, Stage, Stages
 
 
 class Levels:
@@ -46,6 +46,7 @@ class Levels:
         places = [ranks[first + at : first + size : ranks_each] for first in ranks[::size] for at in range(ranks_each)]
         self.near, self.far, self.near_last = (collectives.split(parts) for parts in (nodes, places, nodes))
         self.far_again = collectives.split(places) if far_twice else self.far
+        self._before_last = 3 if far_twice else 2
 
     @property
     def index(self) -> int:
@@ -66,7 +67,12 @@ class Levels:
         def across(part: Tensor, pack: Pack) -> Stages:
             return self.far.reduce(part, pack, wire_dtype, self.far_again)
 
-        yield from near_first(self.near, flat, pack, across, wire_dtype)
+        rest = self._before_last
+        for stage in near_first(self.near, flat, pack, across, wire_dtype):
+            rest -= 1
+            yield stage
+        # Where threads start stages, the one that starts the last is the same for buckets with one stage across.
+        yield from [Stage(Handles(()))] * rest
         yield Stage(self.near_last._gather(wire.real(flat)))
 
     def reduce_scatter(self, flat: Tensor, pack: Pack, wire_dtype: torch.dtype | None) -> Stages:

@@ -53,7 +53,7 @@ class ShardGroups:
         collectives: The group of all ranks that train together.
         group_size: Among how many consecutive ranks shards are divided; all of them if None.
         ranks_each: How many consecutive ranks each node has, if shards travel in two levels; else None.
-        wire_dtype: bf16 or fp16: gradients travel in it, with two levels across nodes only. None for their own dtype.
+        with_wire_dtype: Whether gradients travel in another dtype.
 
     Attributes:
         inside: The ranks among which shards are divided.
@@ -70,7 +70,7 @@ class ShardGroups:
         collectives: Collectives,
         group_size: int | None = None,
         ranks_each: int | None = None,
-        wire_dtype: torch.dtype | None = None,
+        with_wire_dtype: bool = False,
     ) -> None:
         ranks = collectives.world_size
         require_divides(group_size, collectives)
@@ -78,7 +78,7 @@ class ShardGroups:
         groups = [range(first, first + size) for first in range(0, ranks, size)]
         self.inside = collectives if size == ranks else collectives.split(groups)
         self.levels: Levels | None = None
-        self._wire_dtype, self._inside_node = wire_dtype, ranks_each is not None and ranks_each % size == 0
+        self._inside_node = ranks_each is not None and ranks_each % size == 0
         self.gathering = self.inside
         if ranks_each is not None and size > ranks_each and size % ranks_each == 0:
             self.levels = Levels(collectives, ranks_each, size, far_twice=True)
@@ -94,28 +94,34 @@ class ShardGroups:
         self.index = self.inside.rank if self.levels is None else self.levels.index
         self.collectives_each = 1 if self.levels is None else 2
         if self.across is not None:
-            self.collectives_each += 1 if wire_dtype is None else 2
+            self.collectives_each += 2 if with_wire_dtype else 1
 
     def shard(self, flat: Tensor) -> Tensor:
         """This rank's part of ``flat`` (1-D)."""
         return self.inside.shard(flat) if self.levels is None else self.levels.shard(flat)
 
-    def reduce_scatter(self, flat: Tensor, pack: Pack) -> Stages:
-        """Replace this rank's :meth:`shard` of ``flat`` by its mean over all ranks, those of ``across`` too."""
+    def reduce_scatter(self, flat: Tensor, pack: Pack, wire_dtype: torch.dtype | None) -> Stages:
+        """Replace this rank's :meth:`shard` of ``flat`` by its mean over all ranks, those of ``across`` too.
+
+        Args:
+            flat: The tensor.
+            pack: Brings its values there.
+            wire_dtype: The dtype in which they travel, with two levels across nodes only. None for their own.
+        """
         first, across = self.levels or self.inside.stage(0), self.across
         if across is None:
-            return first.reduce_scatter(flat, pack, self._wire_dtype)
-        return self._then_across(flat, pack, across)
+            return first.reduce_scatter(flat, pack, wire_dtype)
+        return self._then_across(flat, pack, across, wire_dtype)
 
-    def _then_across(self, flat: Tensor, pack: Pack, across: Collectives) -> Stages:
+    def _then_across(self, flat: Tensor, pack: Pack, across: Collectives, wire_dtype: torch.dtype | None) -> Stages:
         def mean(shard: Tensor, pack: Pack) -> Stages:
-            return across.reduce(shard, pack, self._wire_dtype, across.stage(1))
+            return across.reduce(shard, pack, wire_dtype, across.stage(1))
 
         first = self.inside.stage(0)
         if self._inside_node:
-            yield from near_first(first, flat, pack, mean, self._wire_dtype)
+            yield from near_first(first, flat, pack, mean, wire_dtype)
         else:
-            yield from (self.levels or first).reduce_scatter(flat, pack, self._wire_dtype)
+            yield from (self.levels or first).reduce_scatter(flat, pack, wire_dtype)
             shard = self.shard(flat)
             yield from mean(shard, wire.packed(shard))
 

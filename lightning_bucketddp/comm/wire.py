@@ -4,6 +4,12 @@ Three ranks and a bucket of 7 elements: shards have 3 elements, 2 are padding::
 
     rank 0 sends      | 0 1 2 | 3 4 5 | 6 - - |     a part to each rank
     rank 1 receives   | 3 4 5 | 3 4 5 | 3 4 5 |     each rank's part for it; their mean is its shard
+
+In 8 bits each block of 128 values has a step of its own. Four blocks make a record of 528 bytes, 33 times 16; each
+rank's part has whole ones::
+
+    | integers of block 0 | 1 | 2 | 3 | steps of block 0 | 1 | 2 | 3 |     a value is its integer times its step
+    |        128          |   |   |   |         4        |   |   |   |     bytes
 """
 
 from __future__ import annotations
@@ -12,6 +18,12 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+BLOCK_NUMEL = 128
+"""Values that share a step in 8 bits. More have larger steps; fewer send more steps."""
+
+RECORD_NUMEL = 4 * BLOCK_NUMEL
+RECORD_BYTES = RECORD_NUMEL + 4 * torch.float32.itemsize
 
 
 class Pack(Protocol):
@@ -77,3 +89,51 @@ def packed_in(dtype: torch.dtype, flat: Tensor, pack: Pack, world_size: int) -> 
     sent = values.new_empty(numel, dtype=dtype)
     pack(memory=sent)
     return sent
+
+
+def is_exempt(dims: int, wire_dtype: torch.dtype | None) -> bool:
+    """Whether a parameter's gradient does not travel in 8 bits: of one dimension (biases, norms), there are few."""
+    return wire_dtype is torch.int8 and dims < 2
+
+
+def message_in(dtype: torch.dtype, flat: Tensor, pack: Pack, world_size: int) -> Tensor:
+    """Pack a flat tensor into a message, with a part of the same length for each rank.
+
+    Args:
+        dtype: The dtype in which values travel. For int8 each rank's shard must have whole records.
+        flat: The tensor.
+        pack: Brings its values into memory.
+        world_size: Number of ranks.
+    """
+    if dtype is not torch.int8:
+        return packed_in(dtype, flat, pack, world_size)
+    values = packed_in(torch.float32, flat, pack, world_size)
+    assert values.numel() % (world_size * RECORD_NUMEL) == 0, f"expected whole records, found {values.numel()} values"
+    message = values.new_empty(values.numel() // RECORD_NUMEL * RECORD_BYTES, dtype=torch.uint8)
+    write_8_bits(values, message)
+    return message
+
+
+def write_8_bits(values: Tensor, message: Tensor) -> None:
+    """Write fp32 values into a message of 8 bits. This changes them.
+
+    A block with NaN or an infinity gets a step that is one: no value of it will be finite.
+    """
+    integers, steps = _records(message)
+    blocks = values.view(integers.shape)
+    step = blocks.abs().amax(-1, keepdim=True).div_(127)
+    step.add_(2.0**-149)  # the smallest fp32: a step is not zero, nor rounded down where it is nearly as small
+    steps.copy_(step)
+    integers.copy_(blocks.div_(step).round_())
+
+
+def values_of(message: Tensor) -> Tensor:
+    """The values of a message: in fp32 if it has 8 bits, else the message itself."""
+    return message if message.dtype is not torch.uint8 else torch.mul(*_records(message)).view(-1)
+
+
+def _records(message: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of a message: integers (records, blocks of each, values of each) and steps (records, blocks of each, 1)."""
+    records = message.view(-1, RECORD_BYTES)
+    integers = records[:, :RECORD_NUMEL].view(torch.int8).unflatten(1, (-1, BLOCK_NUMEL))
+    return integers, records[:, RECORD_NUMEL:].view(torch.float32).unsqueeze(2)

@@ -8,6 +8,9 @@ from collections.abc import Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from enum import Enum
 
+import torch
+
+from lightning_bucketddp.comm import wire
 from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.layout.plan import ALIGNMENT_BYTES, Layout, plan
@@ -51,6 +54,8 @@ class LayoutPlanner:
         self.overlap = options.overlap and options.use_contiguous_buffers
         self.kinds: list[SlotKind] = []
         self._table, self._options = table, options
+        assert not isinstance(options.wire_dtype, str)  # Options has made it a dtype
+        self._wire_dtype = options.wire_dtype
         self._world_size, self._one_machine = world_size, one_machine
         self._order: list[int] = []
         self._seen: set[int] = set()
@@ -158,17 +163,20 @@ class LayoutPlanner:
     @property
     def multiple(self) -> int:
         """Each bucket's number of elements is a multiple of this."""
-        options, specs = self._options, self._table.specs
-        if options.shard_optimizer:  # each rank's shard starts on a boundary for vector loads
+        options, specs, wire_dtype = self._options, self._table.specs, self._wire_dtype
+        if wire_dtype is torch.int8:
+            part = wire.RECORD_NUMEL
+        elif options.shard_optimizer:  # each rank's shard starts on a boundary for vector loads
             part = ALIGNMENT_BYTES // 4
         else:
-            wire_dtype = options.wire_dtype
-            assert not isinstance(wire_dtype, str)  # Options has made it a dtype
             sizes = [spec.dtype.itemsize for spec in specs] + ([] if wire_dtype is None else [wire_dtype.itemsize])
             part = MESSAGE_BYTES // min([MESSAGE_BYTES, *sizes])
         return math.lcm(options.pad_buckets_to, self._world_size * part)
 
     def _group_of(self, slot: int) -> Hashable:
         """The key that slots of one bucket share. A sharded bucket has parameters of one dtype, too."""
-        dtype = self._table.specs[slot].param_dtype if self._options.shard_optimizer else None
-        return self.kinds[slot], tuple(self._table.is_in(slot, members) for members in self._grouping_sets), str(dtype)
+        spec = self._table.specs[slot]
+        dtype = spec.param_dtype if self._options.shard_optimizer else None
+        exempt = wire.is_exempt(len(spec.shape), self._wire_dtype)
+        sets = tuple(self._table.is_in(slot, members) for members in self._grouping_sets)
+        return self.kinds[slot], sets, str(dtype), exempt

@@ -16,6 +16,9 @@ Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 Algorithm = Literal["ring", "tree"]
 """How an all-reduce is done. gloo has rings; NCCL chooses, and has trees for all-reduces between nodes only."""
 
+_IN_8_BITS = 33 / 128
+"""Of the bytes in fp32: integers, and a step for each block."""
+
 _OF_WIRE_DTYPE: tuple[Kind, ...] = ("all_to_all", "all_gather")
 
 
@@ -68,6 +71,8 @@ def leaving(nodes: Sequence[Hashable]) -> dict[str, float]:
         "two levels, sharded, `hierarchical=True`": across,
         'two levels, `wire_dtype="bfloat16"`': across / 2,
         'two levels, sharded, `wire_dtype="bfloat16"`': across * 3 / 4,
+        'two levels, `wire_dtype="int8"`': across * _IN_8_BITS,
+        'two levels, sharded, `wire_dtype="int8"`': across * (1 + _IN_8_BITS) / 2,
         '`comm_hook="bf16"`': ring / 2,
         'one level, `wire_dtype="bfloat16"`': one_level,
     }

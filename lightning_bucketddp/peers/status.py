@@ -92,8 +92,8 @@ class Status:
         heard_of: The last run in which it has heard of a failure.
         trainable: Per parameter, whether the rank trains it. Travels only if the others may ask for it.
         names: The names of the parameters. They do not travel: whoever reads a record puts in its own.
-        stack: Where the thread that trains is, the innermost frame first. Filled in for travel, in a rank's first record;
-            whoever reads the others puts it in.
+        stack: Where the thread that trains is, the innermost frame first. It travels in a rank's first record; whoever
+            reads the others puts it in.
         silent_for: For how many seconds the rank has not answered the last roll call; 0 if it has. Else the record is
             older.
         waited: How long the rank has waited so far, in seconds of the host.

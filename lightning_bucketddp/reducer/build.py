@@ -76,5 +76,5 @@ def _reduction(context: WrapperContext, storage: Storage, hook: CommHook | None)
     if hook is not None:
         return HookReduce(hook, storage, hook.one_at_a_time(context.device))
     if context.groups is not None:
-        return ReduceScatter(context.groups)
+        return ReduceScatter(context.groups, wire_dtype)
     return AllReduce(context.ranks.collectives, wire_dtype, context.levels)

@@ -84,7 +84,7 @@ class WrapperContext:
         ranks_each, wire_dtype = self._ranks_each(), options.wire_dtype
         assert not isinstance(wire_dtype, str)  # Options has made it a dtype
         if options.shard_optimizer:
-            self.groups = ShardGroups(collectives, options.shard_group_size, ranks_each, wire_dtype)
+            self.groups = ShardGroups(collectives, options.shard_group_size, ranks_each, wire_dtype is not None)
         elif ranks_each is not None:
             far_twice = wire_dtype is not None and not is_accelerator(self.device)
             self.levels = Levels(collectives, ranks_each, ranks.world_size, far_twice)

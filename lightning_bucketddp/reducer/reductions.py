@@ -11,7 +11,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.hooks import CommHook, HookBucket
 from lightning_bucketddp.comm.levels import Levels
 from lightning_bucketddp.comm.shard_groups import ShardGroups
-from lightning_bucketddp.comm.wire import Pack
+from lightning_bucketddp.comm.wire import Pack, is_exempt
 from lightning_bucketddp.comm.work import Stages, Work
 from lightning_bucketddp.grads.bucket import Bucket
 from lightning_bucketddp.grads.storage import Storage
@@ -59,7 +59,7 @@ class AllReduce(Reduction):
 
     Args:
         collectives: The group.
-        wire_dtype: bf16 or fp16: gradients travel in it and are summed in fp32. None for their own dtype.
+        wire_dtype: bf16, fp16 or int8: gradients travel in it and are summed in fp32. None for their own dtype.
         levels: The two levels in which buckets are reduced; None for one level.
     """
 
@@ -72,9 +72,10 @@ class AllReduce(Reduction):
         collectives = self._collectives
         if bucket.flat_with_control is not None:
             return collectives.sum(bucket.flat_with_control, partial(pack, 1.0 / collectives.world_size))
+        wire_dtype = _wire_dtype_of(bucket, self._wire_dtype)
         if self._levels is not None:
-            return self._levels.reduce(bucket.flat, pack, self._wire_dtype)
-        return collectives.stage(0).reduce(bucket.flat, pack, self._wire_dtype, collectives.stage(1))
+            return self._levels.reduce(bucket.flat, pack, wire_dtype)
+        return collectives.stage(0).reduce(bucket.flat, pack, wire_dtype, collectives.stage(1))
 
 
 class ReduceScatter(Reduction):
@@ -82,16 +83,22 @@ class ReduceScatter(Reduction):
 
     Args:
         groups: The shard groups.
+        wire_dtype: As of an all-reduce.
     """
 
     name = "reduce-scatter"
 
-    def __init__(self, groups: ShardGroups) -> None:
-        self._groups, self.collectives_each = groups, groups.collectives_each
+    def __init__(self, groups: ShardGroups, wire_dtype: torch.dtype | None) -> None:
+        self._groups, self._wire_dtype, self.collectives_each = groups, wire_dtype, groups.collectives_each
 
     def stages(self, bucket: Bucket, pack: Pack, is_last: bool) -> Stages:
         """Leave this rank the mean of its shard."""
-        return self._groups.reduce_scatter(bucket.flat, pack)
+        return self._groups.reduce_scatter(bucket.flat, pack, _wire_dtype_of(bucket, self._wire_dtype))
+
+
+def _wire_dtype_of(bucket: Bucket, wire_dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype in which a bucket travels. Parameters that are exempt share buckets with each other only."""
+    return None if is_exempt(bucket.params[0].dim(), wire_dtype) else wire_dtype
 
 
 class HookReduce(Reduction):

@@ -1,6 +1,9 @@
 """What travels, and how exactly: the collectives, low-precision wires, bytes."""
 
 import itertools
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from lightning_bucketddp.comm.lane import ThreadLane
 from lightning_bucketddp.comm.work import Stages
 from tests.models import Mlp
 from tests.pool import case, on_ranks
-from tests.reference import TINY, backward, everyones, loss_at, noted, pair
+from tests.reference import TINY, backward, everyones, inner, local_if, loss_at, noted, pair
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 HALVES = [torch.bfloat16, torch.float16]
@@ -120,6 +123,136 @@ def test_a_low_wire_is_summed_in_fp32(wire_dtype: torch.dtype) -> None:
     assert all(bucket.numel % (8 * world) == 0 for bucket in ours.layout.buckets), "parts of 16 bytes"
     assert ran.called, "second stages start during backward"
     assert ours.last_pass().early_launches > 0
+
+
+def test_8_bits_are_off_by_half_a_step_at_most() -> None:
+    """Whatever the size of a block's values, and with zeros among them or alone."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = 2.0 ** torch.arange(-148, 128, dtype=torch.float64)
+    values = torch.randn(len(sizes) + 4, wire.BLOCK_NUMEL, dtype=torch.float64, generator=generator).clamp(-1.9, 1.9)
+    values[: len(sizes)].mul_(sizes[:, None])
+    values[len(sizes) :] = 0
+    values[:, ::3] = 0
+    values[0, :3] = torch.tensor([2.0**-149, 0.0, -190 * 2.0**-149])  # a step of 1.5 times the smallest number
+    sent = values.float()
+    found = sent_in_8_bits(sent)
+    step = sent.double().abs().amax(1, keepdim=True) / 127
+    assert torch.all((found.double() - sent.double()).abs() <= step * 0.50001 + 2.0**-149)
+    assert torch.all(found[len(sizes) :] == 0)
+    assert torch.all(found.abs().amax(1)[: len(sizes)] > 0), "no block is lost"
+
+
+def sent_in_8_bits(values: Tensor) -> Tensor:
+    message = torch.empty(values.numel() // wire.RECORD_NUMEL * wire.RECORD_BYTES, dtype=torch.uint8)
+    wire.write_8_bits(values.flatten().clone(), message)
+    return wire.values_of(message).view(values.shape)
+
+
+def largest_of_blocks(values: Tensor) -> Tensor:
+    """Each value's largest neighbour in its block, in absolute value."""
+    largest = wire.real(values).abs().view(-1, wire.BLOCK_NUMEL).amax(1, keepdim=True).double()
+    return largest.expand(-1, wire.BLOCK_NUMEL).flatten()
+
+
+@pytest.mark.parametrize("on_gloo", [True, False], ids=["gloo", "other"])
+@on_ranks(2, 3)
+def test_8_bits_lose_what_the_option_says(on_gloo: bool) -> None:
+    """A mean 1/127 of the largest value of its block, as a mean over the ranks; shards, which travel once, half."""
+    collectives = collectives_of(None, CPU) if on_gloo else Collectives(None)
+    world, rank = collectives.world_size, collectives.rank
+    for dtype, scale in itertools.product(DTYPES, (1.0, 1e-6)):
+        numel = wire.RECORD_NUMEL * world * 2
+        generator = torch.Generator().manual_seed(1)
+        values = [(torch.randn(numel, dtype=dtype, generator=generator) * scale) for _ in range(world)]
+        exact = torch.complex128 if dtype.is_complex else torch.float64
+        mean = wire.real(torch.stack([value.to(exact) for value in values]).mean(0))
+        largest = torch.stack([largest_of_blocks(value) for value in values]).mean(0)
+        rounded = mean.abs() * torch.finfo(dtype).eps + torch.finfo(dtype).tiny + 1e-6 * largest  # and sums in fp32
+        whole, scattered = values[rank].clone(), values[rank].clone()
+        with telling_messages(type(collectives)) as messages:
+            run(collectives.reduce(whole, wire.packed(whole), torch.int8))
+        run(collectives.reduce_scatter(scattered, wire.packed(scattered), torch.int8))
+        part = slice(rank * len(mean) // world, (rank + 1) * len(mean) // world)
+        with case(dtype, scale):
+            errors = (wire.real(whole).double() - mean).abs()
+            assert torch.all(errors <= largest / 127 * (1 + 1 / 508) + rounded)
+            assert torch.any(errors > largest / 254), "more than one rounding"
+            errors = (wire.real(collectives.shard(scattered)).double() - mean[part]).abs()
+            assert torch.all(errors <= largest[part] / 254 + rounded[part])
+            assert all(torch.equal(whole, other) for other in everyones(whole))
+            assert messages == [len(mean) // 512 * (512 + 16)] * 2, "steps travel with their values"
+
+
+@contextmanager
+def telling_messages(kind: type[Collectives]) -> Iterator[list[int]]:
+    """The lengths of all messages in 8 bits, in bytes."""
+    with ExitStack() as stack:
+        names = ("_exchange", "_gather")
+        calls = [
+            stack.enter_context(patch.object(kind, name, autospec=True, side_effect=getattr(kind, name)))
+            for name in names
+        ]
+        found: list[int] = []
+        yield found
+        found += [
+            each.args[1].nbytes for call in calls for each in call.call_args_list if each.args[1].dtype is torch.uint8
+        ]
+
+
+@on_ranks(2, 3)
+def test_what_is_not_finite_arrives_so_in_8_bits() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for collectives, bad in itertools.product([collectives_of(None, CPU), Collectives(None)], [math.nan, math.inf]):
+        flat = torch.ones(wire.RECORD_NUMEL * world)
+        flat[200] = bad if rank == 0 else 1.0
+        flat[-1] = -bad if rank == world - 1 else 1.0
+        scattered = flat.clone()
+        run(collectives.reduce(flat, wire.packed(flat), torch.int8))
+        run(collectives.reduce_scatter(scattered, wire.packed(scattered), torch.int8))
+        finite = torch.ones(len(flat), dtype=torch.bool)
+        finite[128:256] = finite[-128:] = False
+        assert torch.equal(flat.isfinite(), finite)
+        assert torch.equal(collectives.shard(scattered).isfinite(), collectives.shard(finite))
+        torch.testing.assert_close(flat[finite], torch.ones(int(finite.sum())))
+
+
+EIGHT_BITS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "coalesced": {"use_contiguous_buffers": False},
+    "one bucket": {"overlap": False},
+    "sharded": {"shard_optimizer": True},
+    "sharded, every pass": {"shard_optimizer": True, "scatter_every_pass": True},
+}
+
+
+@on_ranks(2, 3, cases=EIGHT_BITS, quick=["plain", "coalesced", "sharded"])
+def test_8_bits_leave_out_parameters_of_one_dimension(options: dict[str, Any]) -> None:
+    """Parameters that come later, too."""
+    world = dist.get_world_size()
+    plain, ours = pair(partial(Mlp, width=61, depth=3), TINY, wire_dtype="int8", **options)
+    ours.prepare_optimizer(torch.optim.SGD(ours.parameters(), lr=0.1))
+    for step in range(4):
+        for model in (plain, ours):
+            model.zero_grad()
+            inner(model).layers[1].requires_grad_(step > 1)
+        for micro in range(2):
+            backward(plain, 2 * step + micro)
+            with local_if(ours, micro == 0):
+                backward(ours, 2 * step + micro)
+        for (name, param), other in zip(ours.module.named_parameters(), plain.parameters(), strict=True):
+            if not param.requires_grad:
+                continue
+            grad, mean = ours.full_grad(param), other.grad.clone()
+            dist.all_reduce(mean)
+            mean /= world
+            largest = other.grad.abs().max()
+            dist.all_reduce(largest)
+            with case(name, step):
+                tolerance = 1e-6 if grad.dim() < 2 else 0.02 * largest.item() / world
+                torch.testing.assert_close(grad, mean, rtol=1e-6, atol=tolerance)
+                assert (grad.dim() < 2) == torch.allclose(grad, mean, rtol=1e-5, atol=1e-7)
+                assert all(torch.equal(grad, of_rank) for of_rank in everyones(grad))
+    assert all(bucket.numel % (wire.RECORD_NUMEL * world) == 0 for bucket in ours.layout.buckets)
 
 
 def bytes_of_a_pass(options: dict[str, Any]) -> int:

@@ -27,8 +27,8 @@ BAD: dict[str, list[Any]] = {
     "pad_buckets_to": [0, True],
     "gradient_divide_by": [0, "batch"],
     "module_buffers": ["sum"],
-    "grad_dtype": ["float31", torch.int32, 32],
-    "wire_dtype": ["float31", "fp32", torch.float32],
+    "grad_dtype": ["float31", torch.int32, "int8", 32],
+    "wire_dtype": ["float31", "fp32", torch.float32, torch.uint8],
 }
 STRATEGIES = {**BAD, "start_method": ["threads"]}
 TRAINER = STRATEGIES | {

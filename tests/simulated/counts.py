@@ -145,6 +145,7 @@ PEERS: dict[str, Wrap] = {
     "`find_unused_parameters`": ours(find_unused_parameters=True),
     '`comm_hook="bf16"`': ours(comm_hook="bf16"),
     '`wire_dtype="bfloat16"`': ours(wire_dtype="bfloat16"),
+    '`wire_dtype="int8"`': ours(wire_dtype="int8"),
     "`shard_optimizer`": ours(shard_optimizer=True),
     "`shard_optimizer`, `scatter_every_pass`": ours(shard_optimizer=True, scatter_every_pass=True),
     "`overlap=False`": ours(overlap=False),

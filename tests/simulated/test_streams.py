@@ -82,13 +82,14 @@ def test_gradients_of_two_streams_are_reduced(name: str) -> None:
 
 IN_STAGES: dict[str, Case] = {
     "wire": Case({"wire_dtype": BF16}),
+    "8 bits": Case({"wire_dtype": torch.int8}),
     "sharded wire": Case({"wire_dtype": BF16, "shard_optimizer": True}),
     "sharded": Case({"shard_optimizer": True}),
     "sharded, one bucket": Case({"shard_optimizer": True, "bucket_cap_mb": 25}),
 }
 
 
-@pytest.mark.parametrize("name", some_slow(IN_STAGES, {"sharded wire", "sharded, one bucket"}))
+@pytest.mark.parametrize("name", some_slow(IN_STAGES, {"8 bits", "sharded wire", "sharded, one bucket"}))
 @on_ranks(2)
 def test_gradients_of_two_streams_are_reduced_in_stages(name: str) -> None:
     compare(replace(IN_STAGES[name], model=TwoStreams))

@@ -45,6 +45,7 @@ CASES: dict[str, Case] = {
     "one bucket": Case({"bucket_cap_mb": 25}),
     "no overlap": Case({"overlap": False}),
     "wire": Case({"wire_dtype": BF16}),
+    "8 bits": Case({"wire_dtype": torch.int8}),
     "sharded": Case({"shard_optimizer": True}),
     "sharded, clipping": Case({"shard_optimizer": True}, after_backward=clip),
     "sharded wire": Case({"shard_optimizer": True, "wire_dtype": BF16}),
@@ -66,7 +67,7 @@ CASES: dict[str, Case] = {
 
 
 QUICK = {
-    *("plain", "wire", "no overlap", "sharded, clipping", "scatter every pass", "bf16 with fp32 gradients, sharded"),
+    *("plain", "8 bits", "no overlap", "sharded, clipping", "scatter every pass", "bf16 with fp32 gradients, sharded"),
     *("coalesced", "mean of module buffers", "checkpointing", "two streams, bf16 hook", "sharded, unfreezing"),
 }
 """Each option, model and moment occurs."""
