@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -79,16 +79,40 @@ def windows(count: int, seed: int) -> Tensor:
 
 def worker(device: torch.device, name: str, seed: int, steps: int, every: int, lr: float) -> list[tuple[int, float]]:
     """One rank: trains once. Returns the held-out loss by step."""
+    make, precision = strategies()[name]
+    found = windows(HELD_OUT + steps * RANKS * BATCH, seed)
+    torch.manual_seed(seed)
+    model = LanguageModel(ByteTransformer(width=64, layers=2, length=LENGTH), lr)
+    return fit(model, found.tensor_split([HELD_OUT]), make, precision, steps, every)
+
+
+def fit(
+    model: pl.LightningModule,
+    data: Sequence[Tensor] | Sequence[tuple[Tensor, ...]],
+    make: Callable[[], Any],
+    precision: str,
+    steps: int,
+    every: int,
+) -> list[tuple[int, float]]:
+    """Train on one rank, once through the data.
+
+    Args:
+        model: Logs its held-out loss.
+        data: What is held out, and what it is trained on: tensors with an entry per sample.
+        make: Makes the strategy.
+        precision: The Trainer's.
+        steps: Steps of the optimizer.
+        every: After how many of them the loss is taken.
+
+    Returns:
+        The held-out loss by step.
+    """
     import logging
     import warnings
 
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    found = windows(HELD_OUT + steps * RANKS * BATCH, seed)
-    torch.manual_seed(seed)
-    model = LanguageModel(ByteTransformer(width=64, layers=2, length=LENGTH), lr)
     losses = _Losses()
-    make, precision = strategies()[name]
     trainer = pl.Trainer(
         strategy=make(),
         accelerator="cpu",
@@ -104,7 +128,8 @@ def worker(device: torch.device, name: str, seed: int, steps: int, every: int, l
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    held_out, train = (DataLoader(TensorDataset(part), batch_size=BATCH) for part in found.tensor_split([HELD_OUT]))
+    parts = (TensorDataset(*(part if isinstance(part, tuple) else (part,))) for part in data)
+    held_out, train = (DataLoader(part, batch_size=BATCH) for part in parts)
     trainer.fit(model, train, held_out)
     return losses.found
 
@@ -113,18 +138,19 @@ Curves = dict[str, list[list[tuple[int, float]]]]
 """By peer and seed, the loss by step."""
 
 
-def described(curves: Curves, lr: float) -> str:
-    """The table of last losses."""
+def described(curves: Curves, what: str, unit: str = "byte") -> str:
+    """The table of last losses. The first peer is the reference."""
+    reference = next(iter(curves))
     last = {name: [curve[-1][1] for curve in of_seeds] for name, of_seeds in curves.items()}
     rows = [["peer", "first loss", "last loss", "deviation over seeds", "above fp32's", "most"]]
     for name, losses in last.items():
-        above = [loss - reference for loss, reference in zip(losses, last[FP32], strict=True)]
+        above = [loss - reference for loss, reference in zip(losses, last[reference], strict=True)]
         first = fmean(curve[0][1] for curve in curves[name])
         cells = [first, fmean(losses), pstdev(losses), fmean(above), max(above, key=abs)]
         rows.append([name, *(f"{cell:.4f}" for cell in cells)])
-    steps = curves[FP32][0][-1][0]
+    steps = curves[reference][0][-1][0]
     return (
-        f"{steps} steps of AdamW with learning rate {lr:g}, {len(last[FP32])} seeds; held-out loss in nats per byte\n"
+        f"{steps} steps of {what}, {len(last[reference])} seeds; held-out loss in nats per {unit}\n"
         f"above fp32's: of the same seed, the mean and the largest\n{table(rows)}\n"
     )
 
@@ -175,7 +201,7 @@ def main() -> None:
         for name, of_seeds in curves.items():
             of_seeds.append(run_ranks(worker, name, seed, steps, max(1, steps // 10), arguments.lr, size=RANKS)[0])
             print(f"seed {seed}, {name}: {of_seeds[-1][-1][1]:.4f}", file=sys.stderr, flush=True)
-    text = described(curves, arguments.lr)
+    text = described(curves, f"AdamW with learning rate {arguments.lr:g}")
     print(text, flush=True)
     if not arguments.quick:
         figures = {"lr": arguments.lr, "held_out_loss_by_step": curves}

@@ -147,6 +147,13 @@ def test_bf16_needs_fp32_masters(quick: Quick) -> None:
 
 
 @pytest.mark.slow
+def test_low_wires_lose_little(quick: Quick) -> None:
+    for table in quick("wire_losses.py").split("\n\n"):
+        for wire in ("bfloat16", "int8"):
+            assert abs(row(table, "peer", f'wire_dtype="{wire}"')["above fp32's"]) < 0.01
+
+
+@pytest.mark.slow
 def test_optimizer_steps_are_timed_sharded_and_not(quick: Quick) -> None:
     text = quick("optimizer_step.py", "--worlds", "2")
     rows = re.findall(r"^(AdamW, .*?)  +2 +0\.500(?: +[\d.]+){5}$", text, re.MULTILINE)
