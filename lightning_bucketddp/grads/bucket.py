@@ -89,11 +89,11 @@ class Buckets:
     Attributes:
         all: Every bucket of the layout.
         of_slot: The index of each slot's bucket.
-        overlap: Whether buckets may be launched during backward.
+        batches: Whether gradients may be marked as ready several at a time.
     """
 
     def __init__(self, table: SlotTable, planner: LayoutPlanner) -> None:
-        self._table, self._planner, self.overlap = table, planner, planner.overlap
+        self._table, self._planner, self.batches = table, planner, planner.batches
         self.all: list[Bucket] = []
         self.of_slot: list[int] = []
         self._expected: dict[TrainableSet, _Expected] = {}

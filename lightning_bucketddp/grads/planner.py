@@ -44,6 +44,8 @@ class LayoutPlanner:
     Attributes:
         overlap: Whether buckets may be launched during backward. If not, each buffer is one bucket per set of
             parameters that are trainable together.
+        batches: Whether gradients may be marked as ready several at a time. Contiguous buffers without overlap pack
+            each one at once, so that none exists twice.
         kinds: The kind of each slot.
         due: Whether the planner has learned more than the present layout shows.
         settled: The slots that stay where they are, as a layout: shards lie there, and optimizer state with them. Later
@@ -52,6 +54,7 @@ class LayoutPlanner:
 
     def __init__(self, table: SlotTable, options: Options, world_size: int, one_machine: bool) -> None:
         self.overlap = options.overlap and options.use_contiguous_buffers
+        self.batches = self.overlap or not options.use_contiguous_buffers
         self.kinds: list[SlotKind] = []
         self._table, self._options = table, options
         assert not isinstance(options.wire_dtype, str)  # Options has made it a dtype

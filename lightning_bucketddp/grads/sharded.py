@@ -106,7 +106,8 @@ class Sharded(Storage):
             return
         self._require_memory()
         self._inner.open()
-        self._accumulating = {slot for slot in range(len(self._sharded)) if self.is_sharded(slot)}
+        published = enumerate(zip(self._table.params, self._sharded, strict=True))
+        self._accumulating = {slot for slot, (param, grad) in published if param.grad is grad}
         for slot in self._accumulating:  # what local passes have added stays
             self._table.params[slot].grad = self._inner.views[slot] if slot in self._table.pending else None
         self.shards.stash(self._accumulating)
@@ -142,16 +143,22 @@ class Sharded(Storage):
 
     def publish(self, bucket: Bucket) -> None:
         """Bind the shards of slots with a gradient on this rank, and add earlier passes to them."""
-        for slot in bucket.slots:
-            if slot in self._table.pending:
-                self._publish_part(slot)
+        pending, stashed, views = self._table.pending, bucket.index in self.shards.stashed, self._inner.views
+        for slot, param in zip(bucket.slots, bucket.params, strict=True):  # for every parameter in every pass
+            if slot in pending:
+                if stashed:
+                    self._add_part(slot)
+                if param.grad_dtype is views[slot].dtype:
+                    param.grad = self._sharded[slot]
+                else:
+                    self._bind(slot)
 
-    def _publish_part(self, slot: int) -> None:
+    def _add_part(self, slot: int) -> None:
+        """Bring a slot's part of the bucket into the stashed shard."""
         if slot in (self._accumulating or ()):
             self.shards.part(slot).add_(self.shards.in_bucket[slot])
-        elif self.shards.is_stashed(slot):
+        else:
             self.shards.part(slot).copy_(self.shards.in_bucket[slot])
-        self._bind(slot)
 
     def _bind(self, slot: int) -> None:
         self._inner.buffers.bind(slot, self._table.params[slot], self._sharded[slot])
@@ -161,7 +168,9 @@ class Sharded(Storage):
         self._inner.publish_unused(slot, used_elsewhere)
         grad = self._table.params[slot].grad
         if grad is not None and self._inner.buffers.holds(slot, grad):
-            self._publish_part(slot)
+            if self.shards.is_stashed(slot):
+                self._add_part(slot)
+            self._bind(slot)
 
     def end(self, synchronised: bool) -> None:
         """End a pass: publish again the gradients of earlier passes."""
@@ -171,8 +180,9 @@ class Sharded(Storage):
         self.abandon()
         if synchronised:
             self.shards.put_back()
-            in_use = any(self._table.params[slot].grad is view for slot, view in enumerate(self._inner.views))
-            if self._keep_shards and not in_use:
+            if self._keep_shards and not any(
+                param.grad is view for param, view in zip(self._table.params, self._inner.views, strict=True)
+            ):
                 self._inner.buffers.free_storage()
                 self._whole_freed = True
 

@@ -126,7 +126,7 @@ class Pass:
             buckets: The buckets.
             trainable: The parameters that may get a gradient now.
         """
-        self.in_order = buckets.overlap and not self.followed
+        self.in_order = buckets.batches and not self.followed
         self.buckets = buckets.begin(trainable)
         if self.synchronised:
             self.active = [self.buckets[index] for index in buckets.active(self.trainable)]
