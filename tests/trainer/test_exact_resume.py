@@ -46,7 +46,7 @@ QUICK = [
         (SAMPLER, 2, "in a window"),
     ),
     *(("RandomSampler on each rank", 2, "middle"), ("with state_dict()", 0, "in validation")),
-    *((SAMPLER, 0, "epoch's end, steps"), (SAMPLER, 0, "limited"), (SAMPLER, 0, "after the epoch's validation")),
+    (SAMPLER, 0, "epoch's end, steps"),
 ]
 
 

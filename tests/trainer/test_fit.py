@@ -144,7 +144,7 @@ IN_VALIDATION: dict[str, Any] = {
 }
 
 
-@on_ranks(2, 3, cases=IN_VALIDATION)
+@on_ranks(2, 3, cases=IN_VALIDATION, quick=["plain", "accumulated in shards", "without buffers"])
 def test_backwards_in_validation_on_one_rank_are_its_own(strategy: dict[str, Any], options: dict[str, Any]) -> None:
     models = Saliency(looks=True), Saliency(looks=False)
     for model in models:
