@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_bucketddp.comm.lane import Streams, used_here
 from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.grads.buffers import GradBuffers
-from lightning_bucketddp.grads.slots import SlotTable
+from lightning_bucketddp.grads.slots import SlotTable, attributes_only
 from lightning_bucketddp.grads.storage import Storage, Taken, take_from
 from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.peers.control import HEADER
@@ -154,8 +154,9 @@ class Contiguous(Storage):
             for slot, grad in zip(taken.slots, taken.grads, strict=True):
                 if slot not in pending:
                     self._kept[slot] = (grad, grad.detach().clone() if self.buffers.holds(slot, grad) else None)
-        for param in bucket.params:
-            param.grad = None
+        with attributes_only():
+            for param in bucket.params:
+                param.grad = None
         pending.difference_update(taken.absent)
         return taken
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import is_
 
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.grads.contiguous import Contiguous
 from lightning_bucketddp.grads.shard_memory import ShardMemory
 from lightning_bucketddp.grads.sharded_grad import ShardedGrad
-from lightning_bucketddp.grads.slots import SlotTable
+from lightning_bucketddp.grads.slots import SlotTable, attributes_only
 from lightning_bucketddp.grads.storage import Storage, Taken
 from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.peers.ranks import Ranks
@@ -106,8 +107,9 @@ class Sharded(Storage):
             return
         self._require_memory()
         self._inner.open()
-        published = enumerate(zip(self._table.params, self._sharded, strict=True))
-        self._accumulating = {slot for slot, (param, grad) in published if param.grad is grad}
+        with attributes_only():
+            published = enumerate(zip(self._table.params, self._sharded, strict=True))
+            self._accumulating = {slot for slot, (param, grad) in published if param.grad is grad}
         for slot in self._accumulating:  # what local passes have added stays
             self._table.params[slot].grad = self._inner.views[slot] if slot in self._table.pending else None
         self.shards.stash(self._accumulating)
@@ -144,14 +146,17 @@ class Sharded(Storage):
     def publish(self, bucket: Bucket) -> None:
         """Bind the shards of slots with a gradient on this rank, and add earlier passes to them."""
         pending, stashed, views = self._table.pending, bucket.index in self.shards.stashed, self._inner.views
-        for slot, param in zip(bucket.slots, bucket.params, strict=True):  # for every parameter in every pass
-            if slot in pending:
-                if stashed:
+        if stashed:
+            for slot in bucket.slots:
+                if slot in pending:
                     self._add_part(slot)
-                if param.grad_dtype is views[slot].dtype:
-                    param.grad = self._sharded[slot]
-                else:
-                    self._bind(slot)
+        with attributes_only():
+            for slot, param in zip(bucket.slots, bucket.params, strict=True):
+                if slot in pending:
+                    if param.grad_dtype is views[slot].dtype:
+                        param.grad = self._sharded[slot]
+                    else:
+                        self._bind(slot)
 
     def _add_part(self, slot: int) -> None:
         """Bring a slot's part of the bucket into the stashed shard."""
@@ -180,11 +185,14 @@ class Sharded(Storage):
         self.abandon()
         if synchronised:
             self.shards.put_back()
-            if self._keep_shards and not any(
-                param.grad is view for param, view in zip(self._table.params, self._inner.views, strict=True)
-            ):
+            if self._keep_shards and not self._views_in_use():
                 self._inner.buffers.free_storage()
                 self._whole_freed = True
+
+    def _views_in_use(self) -> bool:
+        with attributes_only():
+            grads = [param.grad for param in self._table.params]
+        return any(map(is_, grads, self._inner.views))
 
     def abandon(self) -> None:
         """Publish again the gradients of earlier passes, and drop gradients that came on top of them."""

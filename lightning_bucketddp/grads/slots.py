@@ -6,12 +6,17 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
+import torch
 from torch import nn
 
 from lightning_bucketddp.layout.plan import ParamSpec
 
 REQUIRES_GRAD = attrgetter("requires_grad")
 """Asks many tensors in less time than a loop does."""
+
+attributes_only = torch._C.DisableTorchFunctionSubclass  # torch's documentation names it
+"""A context for loops that read no values. Parameters that the lazy all-gather has yet to fill would else be asked in
+Python, for each attribute."""
 
 TrainableSet = tuple[bool, ...]
 """For each parameter of the module, in registration order, whether it requires grad."""
@@ -59,7 +64,8 @@ class SlotTable:
 
     def trainable_now(self) -> TrainableSet:
         """The trainable set, from ``requires_grad`` at this moment."""
-        return tuple([param.requires_grad for param in self.all_params])
+        with attributes_only():
+            return tuple([param.requires_grad for param in self.all_params])
 
     def without_sparse(self, trainable: TrainableSet) -> TrainableSet:
         """The set without parameters whose gradients are sparse."""

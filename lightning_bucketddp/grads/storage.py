@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from lightning_bucketddp.grads.bucket import Bucket
-from lightning_bucketddp.grads.slots import SlotTable
+from lightning_bucketddp.grads.slots import SlotTable, attributes_only
 from lightning_bucketddp.layout.plan import Layout
 
 
@@ -100,7 +100,8 @@ class Storage(Protocol):
 
 def take_from(bucket: Bucket) -> Taken:
     """The present gradients of a bucket. ``zero_grad()`` may have dropped a pending one."""
-    grads = [param.grad for param in bucket.params]
+    with attributes_only():
+        grads = [param.grad for param in bucket.params]
     present = [grad for grad in grads if grad is not None]
     if len(present) == len(grads):
         return Taken(bucket.slots, present, [])

@@ -11,7 +11,7 @@ from operator import is_
 from torch import Tensor
 
 from lightning_bucketddp.grads.bucket import Bucket, BucketProgress, Buckets
-from lightning_bucketddp.grads.slots import REQUIRES_GRAD, SlotTable, TrainableSet
+from lightning_bucketddp.grads.slots import REQUIRES_GRAD, SlotTable, TrainableSet, attributes_only
 from lightning_bucketddp.peers.control import ControlExchange
 
 
@@ -176,4 +176,5 @@ class Pass:
         if progress.launched or len(missing) != count or not missing.issuperset(bucket.slots[-count:]):
             return None
         in_order = all(map(is_, params, bucket.params[-count:]))
-        return progress if in_order and all(map(REQUIRES_GRAD, params)) else None
+        with attributes_only():
+            return progress if in_order and all(map(REQUIRES_GRAD, params)) else None
