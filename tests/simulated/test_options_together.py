@@ -9,12 +9,15 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
+from lightning_bucketddp import BucketDDP
 from tests.accelerator import BACKEND, DEVICE, on_stream, simulated
 from tests.lightning_models import Regression, data, ours, trainer
-from tests.models import Mlp
+from tests.models import Mlp, batch
 from tests.pool import RunRanks, on_ranks
+from tests.reference import seeded
 from tests.sampling import pairs, some_slow
-from tests.simulated.training import CPU, Case, Checkpointed, TwoStreams, compare
+from tests.simulated.test_streams import Averages
+from tests.simulated.training import CPU, SMALL, Case, Checkpointed, TwoStreams, compare
 
 RANKS = 4
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -114,6 +117,8 @@ class Program:
 
     def after_step(self, wrapper: nn.Module, module: nn.Module, device: torch.device) -> None: ...
 
+    def end(self) -> None: ...
+
     def aside(self, device: torch.device, run: Any) -> None:
         """Call ``run`` on a stream of the program's own, with the waits that plain PyTorch needs."""
         if device == CPU:
@@ -193,7 +198,23 @@ class Checkpoints(Program):
     model = Checkpointed
 
 
-PROGRAMS = [Turns, LooksAtGradients, ReplacesGradients, OtherCollectives, Compiled, StreamsOfForward, Checkpoints]
+class MovesAverages(Program):
+    """Works out moving averages of the parameters on a stream of its own."""
+
+    def __init__(self) -> None:
+        averages = self.averages = Averages()
+        self.after_backward, self.after_step = averages.after_backward, averages.after_step  # type: ignore[method-assign]
+
+    def end(self) -> None:
+        torch.accelerator.synchronize()
+        expected, found = self.averages.of.values()
+        torch.testing.assert_close([one.cpu() for one in found], expected, rtol=1e-5, atol=1e-5)
+
+
+PROGRAMS = [
+    *(Turns, LooksAtGradients, ReplacesGradients, OtherCollectives, Compiled, StreamsOfForward, Checkpoints),
+    MovesAverages,
+]
 QUICK_PROGRAMS = [
     (Turns, "sharded"),
     (LooksAtGradients, "plain"),
@@ -224,3 +245,34 @@ def test_programs_train_as_on_the_cpu(program: type[Program], strategy: str) -> 
         ),
         from_pass=100 if program is Turns else 4,
     )
+    runs.end()
+
+
+def two_trained(device: torch.device, strategies: tuple[str, str]) -> list[Tensor]:
+    """The weights of two wrappers whose gradients come in one backward."""
+    wrappers = [BucketDDP(seeded(Mlp).to(device), bucket_cap_mb=SMALL, **STRATEGIES[name]) for name in strategies]
+    optimizers = [torch.optim.SGD(wrapper.parameters(), lr=0.1) for wrapper in wrappers]
+    for wrapper, optimizer in zip(wrappers, optimizers, strict=True):
+        wrapper.prepare_optimizer(optimizer)
+    for step in range(6):
+        inputs, targets = (each.to(device) for each in batch(step, dist.get_rank()))
+        first, second = (wrapper(inputs) for wrapper in (wrappers if step % 2 else wrappers[::-1]))
+        nn.functional.mse_loss(first + second, targets).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for wrapper in wrappers:
+        wrapper.wait_for_parameters()
+    weights = [param.detach().cpu().clone() for wrapper in wrappers for param in wrapper.parameters()]
+    for wrapper in wrappers:
+        wrapper.close()
+    return weights
+
+
+@on_ranks(RANKS, cases={"plain, sharded": ("plain", "sharded"), "hook, groups": ("bf16 hook", "shard groups")})
+def test_two_wrappers_in_one_backward_train_as_on_the_cpu(first: str, second: str) -> None:
+    expected = two_trained(CPU, (first, second))
+    simulated().clear()
+    found = two_trained(DEVICE, (first, second))
+    simulated().check_ranks()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
