@@ -1,6 +1,6 @@
 """Train with gradients that travel in fp32, in bf16 and in 8 bits, and compare the losses.
 
-    python benchmarks/wire_losses.py [--seeds 3] [--steps 400]
+    python benchmarks/wire_losses.py [--seeds 3] [--steps 200]
 
 Two CPU ranks train through a Trainer with ``bucketddp``: a small transformer on the bytes of the standard library's
 source text, by AdamW; and a convolutional net on scikit-learn's handwritten digits, by SGD with momentum. Every run of
@@ -85,7 +85,7 @@ def worker(device: torch.device, task: str, wire: str, seed: int, steps: int, ev
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument(
         "--quick", action="store_true", help="one seed and few steps: shows that it runs; saves nothing"
     )

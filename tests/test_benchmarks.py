@@ -148,7 +148,7 @@ def test_bf16_needs_fp32_masters(quick: Quick) -> None:
 
 @pytest.mark.slow
 def test_low_wires_lose_little(quick: Quick) -> None:
-    for table in quick("wire_losses.py").split("\n\n"):
+    for table in quick("wire_losses.py").strip().split("\n\n"):
         for wire in ("bfloat16", "int8"):
             assert abs(row(table, "peer", f'wire_dtype="{wire}"')["above fp32's"]) < 0.01
 
