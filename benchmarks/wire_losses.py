@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from bf16_masters import BATCH, HELD_OUT, LENGTH, RANKS, Curves, described, fit, windows
 from byte_model import ByteTransformer, LanguageModel
 from peers import StartedRanks
@@ -71,8 +73,18 @@ def digits(count: int, seed: int) -> list[tuple[Tensor, ...]]:
     return [(images[chosen], labels[chosen]) for chosen in (held_out, torch.cat(rounds)[:count])]
 
 
-def worker(device: torch.device, task: str, wire: str, seed: int, steps: int, every: int) -> list[tuple[int, float]]:
-    """One rank: trains once. Returns the held-out loss by step."""
+def worker(device: torch.device, seeds: int, steps: int) -> dict[str, Curves]:
+    """One rank: trains all, one after the other. Returns the held-out losses by task."""
+    found: dict[str, Curves] = {task: {wire: [] for wire in WIRES} for task in TASKS}
+    for task, seed, wire in product(TASKS, range(seeds), WIRES):
+        found[task][wire].append(trained(task, wire, seed, steps, max(1, steps // 10)))
+        if dist.get_rank() == 0:
+            print(f"{task}, seed {seed}, {wire}: {found[task][wire][-1][-1][1]:.4f}", file=sys.stderr, flush=True)
+    return found
+
+
+def trained(task: str, wire: str, seed: int, steps: int, every: int) -> list[tuple[int, float]]:
+    """Train once. Returns the held-out loss by step."""
     count = steps * RANKS * BATCH
     make = partial(BucketDDPStrategy, cluster_environment=StartedRanks(), **WIRES[wire])
     torch.manual_seed(seed)
@@ -92,15 +104,8 @@ def main() -> None:
     arguments = parser.parse_args()
     seeds, steps = (1, 20) if arguments.quick else (arguments.seeds, arguments.steps)
     prepare()
-    text, figures = "", dict[str, Curves]()
-    for task, (what, unit) in TASKS.items():
-        curves: Curves = {wire: [] for wire in WIRES}
-        for seed in range(seeds):
-            for wire, of_seeds in curves.items():
-                of_seeds.append(run_ranks(worker, task, wire, seed, steps, max(1, steps // 10), size=RANKS)[0])
-                print(f"{task}, seed {seed}, {wire}: {of_seeds[-1][-1][1]:.4f}", file=sys.stderr, flush=True)
-        figures[task] = curves
-        text += f"{task}: {described(curves, what, unit)}\n"
+    figures = run_ranks(worker, seeds, steps, size=RANKS)[0]
+    text = "\n".join(f"{task}: {described(figures[task], *words)}" for task, words in TASKS.items())
     print(text, flush=True)
     if not arguments.quick:
         print(save("wire-losses", {"held_out_loss_by_step": figures}, text))
