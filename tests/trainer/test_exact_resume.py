@@ -5,11 +5,13 @@ import signal
 import warnings
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
@@ -21,6 +23,7 @@ from tests.trainer.resume_matrix import (
     ELSEWHERE,
     LOADERS,
     PLACES,
+    STRATEGIES,
     TORCHDATA,
     Augmented,
     Remembers,
@@ -201,3 +204,66 @@ def test_a_preempted_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> No
     resumed = preempted(tmp_path / "b", -1, 20)
     assert resumed.taken == undisturbed.taken[3:]
     assert all(map(torch.equal, undisturbed.parameters(), resumed.parameters()))
+
+
+class Step(NamedTuple):
+    epoch: int
+    batch: int
+    before: int  # steps
+    samples: tuple[int, ...]
+    drawn: float
+
+
+class Follows(pl.LightningModule):
+    """Remembers each step, and a random number that was drawn in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.steps = torch.nn.Linear(8, 4), list[Step]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        samples, drawn = tuple(batch[0].tolist()), torch.rand(()).item()
+        self.steps.append(Step(self.current_epoch, batch_idx, self.global_step, samples, drawn))
+        return self.layer(batch[1]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def undisturbed_and_resumed(kind: str, folder: Path, workers: int, **options: Any) -> tuple[list[Step], list[Step]]:
+    """The steps of a run of two epochs, and those of one that resumes it from the checkpoint of its third step."""
+    runs = []
+    for path in (None, folder / "step=3.ckpt"):
+        torch.manual_seed(0 if path is None else 1)
+        callbacks = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=3)
+        given = {"callbacks": callbacks, "enable_checkpointing": True, "use_distributed_sampler": True, "max_epochs": 2}
+        model, loader = Follows(), DataLoader(Augmented(), 2, shuffle=True, num_workers=workers)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint|Checkpoint directory")
+            trainer(STRATEGIES[kind](), **given, **options).fit(model, loader, ckpt_path=path)
+        runs.append(model.steps)
+    return runs[0], runs[1]
+
+
+# https://github.com/Lightning-AI/pytorch-lightning/issues/19764 asks for the samples, 18780 for the random numbers too.
+@pytest.mark.parametrize("kind", STRATEGIES)
+@on_ranks(2)
+def test_in_the_middle_of_an_epoch_samples_batches_and_random_numbers_go_on(kind: str, tmp_path: Path) -> None:
+    undisturbed, resumed = undisturbed_and_resumed(kind, tmp_path, 0)
+    if kind == "bucketddp":
+        assert resumed == undisturbed[3:]
+        return
+    assert (resumed[0].batch, resumed[0].before) == (3, 3), "the right batch by number"
+    assert resumed[0].samples == undisturbed[0].samples, "the epoch's first"
+    assert undisturbed[5].samples not in [step.samples for step in resumed if step.epoch == 0], "its last are left out"
+    assert resumed[0].drawn != undisturbed[3].drawn
+
+
+# https://github.com/Lightning-AI/pytorch-lightning/issues/21938: each restart trains on the same slice of the data.
+@pytest.mark.parametrize("kind", STRATEGIES)
+@on_ranks(2)
+def test_with_a_worker_the_epoch_after_a_resume_has_an_order_of_its_own(kind: str, tmp_path: Path) -> None:
+    undisturbed, resumed = undisturbed_and_resumed(kind, tmp_path, 1, limit_train_batches=3)
+    assert [step.epoch for step in resumed] == [1] * 3
+    wanted = undisturbed[3:] if kind == "bucketddp" else undisturbed[:3]
+    assert [step.samples for step in resumed] == [step.samples for step in wanted]
