@@ -215,7 +215,7 @@ def measure(names: tuple[str, str], job: Job) -> Measured:
 
 
 def chosen_peers(
-    only: Sequence[str], among: Sequence[str] | None = None, trainers_only: bool = False
+    only: Sequence[str], among: Sequence[str] | None = None, trainers_only: bool = False, ranks_per_host: int = 1
 ) -> tuple[str, ...]:
     """Names of peers to run: those whose names contain a part in ``only``, and the peers that they are compared with.
 
@@ -223,10 +223,13 @@ def chosen_peers(
         only: Parts of names; all peers if empty.
         among: Names of peers to choose from if ``only`` is empty; all if None.
         trainers_only: Leave out plain loops.
+        ranks_per_host: With one, peers in two levels are left out: they would have one.
     """
-    from peers import peers
+    from peers import TWO_LEVELS, peers
 
     def is_chosen(name: str) -> bool:
+        if ranks_per_host == 1 and TWO_LEVELS in name:
+            return False
         if only:
             return any(part in name for part in only)
         return among is None or name in among
@@ -242,14 +245,14 @@ def chosen_peers(
 def jobs_of(arguments: argparse.Namespace) -> list[Job]:
     """The reference case, then others."""
     tells, each = not arguments.num_nodes_only, arguments.ranks_per_host
-    first = chosen_peers(arguments.only, trainers_only=not tells)
+    first = chosen_peers(arguments.only, None, not tells, each)
     if arguments.quick:
         return [Job(case_of(20.0, 1.0), first, 1, 2, tells, each)]
     jobs = [Job(reference(arguments.rate), first, arguments.rounds, arguments.steps, tells, each)]
     others = [(case, SWEPT) for case in swept(arguments.rates, arguments.ratios)]
     others += [(shaped(name), SHAPED) for name in (SHAPES if arguments.shapes else ())]
     for case, among in others:
-        peers = chosen_peers(arguments.only, among, trainers_only=not tells)
+        peers = chosen_peers(arguments.only, among, not tells, each)
         jobs.append(Job(case, peers, arguments.sweep_rounds, arguments.sweep_steps, tells, each))
     return jobs
 

@@ -160,6 +160,9 @@ def _fairscale(**options: Any) -> Wrap:
     return wrap
 
 
+TWO_LEVELS = "two levels"
+"""In the names of peers that need hosts of several ranks."""
+
 _BEST_FLAGS = {"gradient_as_bucket_view": True, "static_graph": True, "batched_grad_copy": True}
 
 
@@ -172,6 +175,8 @@ def peers() -> list[Peer]:
         Peer("ddp + ZeroRedundancyOptimizer", _ddp(gradient_as_bucket_view=True, bucket_cap_mb=2), _zero),
         Peer("bucketddp", _ours()),
         Peer("bucketddp_sharded", _ours(shard_optimizer=True)),
+        Peer(f"bucketddp, {TWO_LEVELS}", _ours(hierarchical=True)),
+        Peer(f"bucketddp_sharded, {TWO_LEVELS}", _ours(shard_optimizer=True, hierarchical=True)),
         *_low_precision_peers(),
         *_plain_peers(),
     ]
@@ -182,6 +187,7 @@ def _low_precision_peers() -> list[Peer]:
     return [
         *(Peer(f"bucketddp, {hook} hook", _ours(comm_hook=hook)) for hook in ("fp16", "bf16")),
         Peer("bucketddp, bf16 wire", _ours(wire_dtype="bfloat16")),
+        Peer("bucketddp, int8 wire", _ours(wire_dtype="int8")),
         Peer("bucketddp_sharded, bf16 wire", _ours(shard_optimizer=True, wire_dtype="bfloat16")),
     ]
 
