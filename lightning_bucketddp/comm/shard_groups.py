@@ -125,13 +125,18 @@ class ShardGroups:
             shard = self.shard(flat)
             yield from mean(shard, wire.packed(shard))
 
-    def start_gather(self, flat: Tensor) -> Work:
-        """Start filling ``flat`` with every rank's :meth:`shard` of it, in place."""
+    def start_gather(self, flat: Tensor, bucket: int) -> Work:
+        """Start filling ``flat`` with every rank's :meth:`shard` of it, in place.
+
+        Args:
+            flat: The tensor.
+            bucket: The index of its bucket.
+        """
         if self.levels is None:
             return self.gathering.all_gather_shards(flat)
         # On accelerators any stream may wait for a bucket, and for this one only: a side stream for each. Threads start
         # collectives of one group in one order, so there is one lane.
-        lane = self._lanes[flat.data_ptr() if is_accelerator(flat.device) else 0]
+        lane = self._lanes[bucket if is_accelerator(flat.device) else 0]
         return lane.run(self.levels.gather(flat))
 
     def gather(self, flat: Tensor) -> None:

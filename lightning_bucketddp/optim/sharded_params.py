@@ -153,7 +153,7 @@ class ShardedParams(Parts):
             self._peers.here.note_update(buckets)
         groups = self._storage.groups
         for index in buckets if groups.shards > 1 else ():
-            work = groups.start_gather(self._buffers.flats[index])
+            work = groups.start_gather(self._buffers.flats[index], index)
             arriving = [self._slots.params[slot] for slot in self._storage.layout.buckets[index].slots]
             arrived = partial(self._arrivals.pop, index, None)
             self._arrivals[index] = Arrival(arriving, partial(self._wait_for, index, work), arrived)
