@@ -278,10 +278,11 @@ def written() -> int:
 def test_bytes_on_the_wire() -> None:
     halved = [*({"comm_hook": name} for name in ("bf16", "fp16")), *({"wire_dtype": dtype} for dtype in HALVES)]
     powersgd = {"comm_hook": "powersgd", "comm_hook_state": PowerSGDState(None, 1, start_powerSGD_iter=3)}
-    plain, *halves, least = map(bytes_of_a_pass, [{}, *halved, powersgd])
+    plain, *halves, quarter, least = map(bytes_of_a_pass, [{}, *halved, {"wire_dtype": "int8"}, powersgd])
     elements, world = 8 * 512 + 2 * 512 * 512 + 512 * 4 + 3 * 512 + 4, dist.get_world_size()
     assert plain == pytest.approx(elements * 4 * 2 * (world - 1) / world, rel=0.02)
     assert halves == pytest.approx([plain / 2] * 4, rel=0.05)
+    assert quarter == pytest.approx(plain * (1 + 4 / wire.BLOCK_NUMEL) / 4, rel=0.05)
     assert least < plain / 10
 
 

@@ -20,6 +20,7 @@ from tests.reference import TINY, backward, local_if, loss_at, noted, raises_soo
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bf16 wire": {"wire_dtype": torch.bfloat16},
+    "8 bits": {"wire_dtype": torch.int8},
     "fp16 hook": {"comm_hook": "fp16"},
     "PowerSGD": {"comm_hook": "powersgd"},
     "sharded": {"shard_optimizer": True},
