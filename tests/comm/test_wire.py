@@ -216,6 +216,24 @@ def test_what_is_not_finite_arrives_so_in_8_bits() -> None:
         torch.testing.assert_close(flat[finite], torch.ones(int(finite.sum())))
 
 
+@on_ranks(2)
+def test_a_grad_scaler_sees_what_is_not_finite_in_8_bits() -> None:
+    ours, scaler = BucketDDP(Mlp(), wire_dtype="int8"), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    before = [param.detach().clone() for param in ours.parameters()]
+    for step, bad in enumerate((math.nan, math.inf), 1):
+        optimizer.zero_grad()
+        factor = torch.ones(4, 16)
+        factor[2, 3] = bad if dist.get_rank() == 1 else 1.0
+        handle = ours.module.head.weight.register_hook(factor.mul)
+        scaler.scale(loss_at(ours)).backward()
+        handle.remove()
+        scaler.step(optimizer)
+        scaler.update()
+        torch.testing.assert_close(list(ours.parameters()), before, rtol=0, atol=0)
+        assert scaler.get_scale() == 4.0 / 2**step
+
+
 EIGHT_BITS: dict[str, dict[str, Any]] = {
     "plain": {},
     "coalesced": {"use_contiguous_buffers": False},

@@ -122,7 +122,6 @@ STORAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "coalesced": lambda: {"use_contiguous_buffers": False},
     "sharded": lambda: {"shard_optimizer": True},
     "wire": lambda: {"wire_dtype": "bf16"},
-    "8 bits": lambda: {"wire_dtype": "int8"},
     "powersgd": lambda: options_for("powersgd"),
 }
 
