@@ -12,6 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,6 +85,15 @@ class StepSkips(Participant):
     def on_oom(self) -> bool:
         """Whether ranks skip a step in which one ran out of memory."""
         return "oom" in self._options.skip_step_on
+
+    def history(self) -> list[Any]:
+        """What later steps are judged by, the same on every rank, in simple types."""
+        return [[*self._norms.last], self._in_a_row]
+
+    def recall(self, history: list[Any]) -> None:
+        """Judge by what an earlier run has seen."""
+        norms, self._in_a_row = history
+        self._norms.last.extend(norms)
 
     def follow(self, table: SlotTable, storage: Storage, planner: LayoutPlanner) -> None:
         """Look at these gradients from now on."""

@@ -12,6 +12,7 @@ from typing import Any
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader, move_data_to_device, rank_zero_warn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torchmetrics import Metric
 
 from lightning_bucketddp.trainer.checkpoints import ORDER_KEY
@@ -93,10 +94,8 @@ class ExactResume:
             found.append("dataloaders of different lengths are combined, and shorter ones begin again")
         if hasattr(loop._data_fetcher, "iterator_wrapper"):
             found.append("training_step takes batches from an iterator, and may fetch ahead")
-        if options.comm_hook == "powersgd" or callable(options.comm_hook):
-            found.append("the memory of the communication hook is not saved")
-        if options.skip_norm_above is not None:
-            found.append("skip_norm_above begins without the norms of earlier steps")
+        if callable(options.comm_hook) and not isinstance(options.comm_hook_state, PowerSGDState | None):
+            found.append("the state of the communication hook is not saved")
         if found:
             rank_zero_warn(f"exact_resume: a resumed run will not go on exactly, as {'; '.join(found)}")
 
@@ -169,6 +168,7 @@ class ExactResume:
         checkpoint[ORDER_KEY] = wrapped.context.learner.lessons
         checkpoint[KEY] = {
             "ranks": strategy._ranks().objects(mine, "the states of all ranks"),
+            "passes": wrapped.memory(strategy._ranks()),
             "places": [{"batch_size": None, "ordered": False} if each is None else each.place(batches) for each in own],
             "epoch": epochs.processed,
             "ended": ended,
@@ -232,8 +232,12 @@ class ExactResume:
         total.update(ready=total["completed"] + one, started=total["completed"] + one, processed=total["completed"])
 
     def restore(self, checkpoint: Any) -> None:
-        """Note that Lightning has loaded its progress, and go on from there when training begins."""
-        self._is_due = self._found is not None and checkpoint.get(KEY) is self._found
+        """Restore what passes go by, after the order of buckets. Lightning has loaded its progress."""
+        if self._found is not None and checkpoint.get(KEY) is self._found:
+            self._is_due = True
+            as_many = len(self._found["ranks"]) == self._strategy.world_size
+            wrapped = self._strategy.bucket_ddp._passes.wrapped
+            wrapped.recall(self._found["passes"], self._strategy.global_rank, as_many)
 
     def begin(self) -> None:
         """Begin to train, or go on. Lightning has loaded its progress and made the dataloaders."""
@@ -314,7 +318,7 @@ class ExactResume:
         rank_zero_warn(
             f"resumed on {here} ranks a run of {before}: a batch of all ranks has {sizes} samples; {twice} of those "
             "that are left are taken twice, so that ranks have equally many; generators are seeded anew; metrics of "
-            "this epoch begin anew"
+            "this epoch begin anew, and so does the memory of PowerSGD"
         )
 
 

@@ -155,6 +155,7 @@ ELSEWHERE = {
     "epoch's end, steps": ("epoch", 6, {"max_epochs": -1, "max_steps": 12}),
     "middle, steps": ("batch", 2, {**QUIET, "max_epochs": -1, "max_steps": 12}),
     "before a validation": ("batch", 4, {"val_check_interval": 2}),
+    "second epoch": ("batch", 6, QUIET),  # on 3 ranks, which have 4 batches
     "limited": ("batch", 5, {**QUIET, "limit_train_batches": 5}),
 }
 TORCHDATA = "torchdata's StatefulDataLoader"

@@ -6,6 +6,7 @@ import warnings
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -13,9 +14,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from lightning_bucketddp import PreemptionCheckpoint
+from lightning_bucketddp import BatchSizeFinder, PreemptionCheckpoint
+from lightning_bucketddp.reducer import skipping
 from tests.lightning_models import ddp, ours
 from tests.pool import ROOT, RunRanks, on_ranks
 from tests.sampling import some_slow
@@ -81,23 +85,90 @@ def test_torchdatas_loader_goes_on_where_it_was(run_ranks: RunRanks, tmp_path: P
     require_same(*both(run_ranks, tmp_path, "bucketddp", TORCHDATA, 0, "middle"), TORCHDATA)
 
 
-# What decides the order of sums, or how gradients are changed: options of the strategy.
-CARRIED: dict[str, dict[str, Any]] = {
-    "the learned order": {"bucket_cap_mb": 1},
-    "shards in a directory": {"shard_optimizer": True, "state_dict_type": "sharded", "bucket_cap_mb": 1},
+# Strategies that order sums, or change gradients, by what earlier steps have taught; and the place of the checkpoint.
+CARRIED: dict[str, tuple[dict[str, Any], str]] = {
+    "the learned order": ({"bucket_cap_mb": 1}, "middle"),
+    "PowerSGD": ({"comm_hook": "powersgd"}, "second epoch"),
+    "norms": ({"skip_norm_above": 2.0, "max_skipped": 100}, "middle"),
+    "shards in a directory": ({"shard_optimizer": True, "state_dict_type": "sharded", "bucket_cap_mb": 1}, "middle"),
 }
 
 
-@pytest.mark.parametrize("name", some_slow(CARRIED, ["shards in a directory"]))
+@pytest.mark.parametrize("name", some_slow(CARRIED, ["PowerSGD", "norms", "shards in a directory"]))
 def test_three_ranks_go_on_bit_for_bit(run_ranks: RunRanks, tmp_path: Path, name: str) -> None:
-    runs = [run_ranks(3, run_with, tmp_path, name, resumes)[0] for resumes in (False, True)]
-    require_same(*runs)
+    (undisturbed, skipped), (resumed, _) = (run_ranks(3, run_with, tmp_path, name, resumes)[0] for resumes in (0, 1))
+    require_same(undisturbed, resumed)
+    assert skipped == (name == "norms")
 
 
-def run_with(folder: Path, name: str, resumes: bool) -> Run:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "rank 0: all ranks skip")
-        return run(folder, "bucketddp", SAMPLER, 0, "middle", resumes, **CARRIED[name])
+@patch.object(skipping, "NORMS_FOR_MEDIAN", 2)
+def run_with(folder: Path, name: str, resumes: bool) -> tuple[Run, bool]:
+    """A run, and whether it has skipped a step."""
+    options, place = CARRIED[name]
+    if name == "PowerSGD":  # a state of its own for each run, which compresses from the third step on
+        state = PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1.1, orthogonalization_epsilon=1e-8)
+        options = {**options, "comm_hook_state": state}
+
+    def loss(model: Remembers, batch: Any) -> torch.Tensor:
+        return original(model, batch) * (1 + 9 * (model.trainer.global_step % 2))
+
+    original = Remembers.loss
+    grows = patch.object(Remembers, "loss", loss if name == "norms" else original)
+    with grows, warnings.catch_warnings(record=True) as heard:
+        warnings.filterwarnings("always", "rank 0: all ranks skip")
+        found = run(folder, "bucketddp", SAMPLER, 0, place, resumes, **options)
+    return found, any("all ranks skip" in str(each.message) for each in heard)
+
+
+class Normalised(Remembers):
+    """Has module buffers, and a batch size that can be searched for. Forgets the steps of trials."""
+
+    batch_size = 2
+
+    def __init__(self, folder: Path, *place: Any) -> None:
+        super().__init__(folder, *place)
+        self.norm = torch.nn.BatchNorm1d(8)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss((batch[0], self.norm(batch[1])))
+
+    def on_train_start(self) -> None:
+        self.taken.clear()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Augmented(28), self.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:  # of trials
+        return DataLoader(Augmented(8), 2)
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "async_save": {"state_dict_type": "sharded", "async_save": True},
+    "module_buffers='mean'": {"module_buffers": "mean"},
+    "module_buffers='off'": {"module_buffers": "off"},
+    "BatchSizeFinder": {},
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+@on_ranks(2)
+def test_a_run_with_other_features_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+    def one(model: Normalised, seed: int, path: Path | None) -> Normalised:
+        torch.manual_seed(seed)
+        searches = path is None and name == "BatchSizeFinder"
+        finder = [BatchSizeFinder(max_trials=2, steps_per_trial=1, init_val=2)] if searches else []
+        given = {"limit_val_batches": 0, "use_distributed_sampler": True, "max_epochs": 2, "default_root_dir": tmp_path}
+        fits = trainer(ours(exact_resume=True, **BESIDE[name]), callbacks=[*finder, Saves()], **given)
+        fits.fit(model, ckpt_path=path)
+        return model
+
+    undisturbed = one(Normalised(tmp_path, "batch", 2), 10, None)
+    resumed = Normalised(tmp_path)
+    resumed.batch_size = undisturbed.batch_size
+    one(resumed, 20, tmp_path / "saved.ckpt")
+    assert len(undisturbed.taken[0][1]) == (4 if name == "BatchSizeFinder" else 2)
+    assert resumed.taken == undisturbed.taken[2:] != []
+    assert all(map(torch.equal, undisturbed.state_dict().values(), resumed.state_dict().values()))
 
 
 def in_order(taken: list[Any], batches: range) -> list[int]:
@@ -172,10 +243,11 @@ def test_what_is_not_resumed_exactly_is_named_at_the_first_start(tmp_path: Path)
     order = "Moody has neither state_dict() nor set_epoch(): its order must be fixed"
     assert told(DataLoader(Augmented(), 2, sampler=Moody())) == start + order
     assert told(DataLoader(Augmented(), 2, shuffle=True)) == ""
-    memory = "the memory of the communication hook is not saved"
-    assert told(DataLoader(Augmented(), 2, shuffle=True), comm_hook="powersgd") == start + memory
-    norms = "skip_norm_above begins without the norms of earlier steps"
-    assert told(DataLoader(Augmented(), 2, shuffle=True), skip_norm_above=9.0) == start + norms
+    for carried in ({"comm_hook": "powersgd"}, {"skip_norm_above": 9.0}):
+        assert told(DataLoader(Augmented(), 2, shuffle=True), **carried) == ""
+    state = "the state of the communication hook is not saved"
+    own = {"comm_hook": lambda state, bucket: allreduce_hook(None, bucket), "comm_hook_state": object()}
+    assert told(DataLoader(Augmented(), 2, shuffle=True), **own) == start + state
     with pytest.raises(ValueError, match="exact_resume=True goes by batches that all ranks have alike"):
         ours(exact_resume=True, uneven_inputs="world_size")
 
