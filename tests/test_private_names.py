@@ -63,6 +63,7 @@ OWNERS = {
     "_groups_checked": "torchmetrics.MetricCollection",
     "_in_backward_optimizers": "torch.distributed.optim.apply_optimizer_in_backward",
     "_iterator": "torch.utils.data.DataLoader",
+    "_hpc_resume_path": "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector",
     "_is_profiler_enabled": "torch.autograd.profiler",
     "_join_config": "torch.distributed.algorithms.join.Joinable",
     "_logger_connector": "lightning.pytorch.Trainer",

@@ -51,7 +51,7 @@ class PreemptionCheckpoint(Callback):
         dirpath: The directory of the checkpoint.
         patience: Seconds that a rank which is to end waits for another one, before it raises an error.
         resume: Whether ``fit`` begins with the checkpoint, if there is one. If ``fit`` gets a ``ckpt_path`` as well,
-            such as ``"last"``, it begins with the newer one of the two files. Rank 0 decides.
+            such as ``"last"``, it begins with the newer one of the two files, also under Slurm. Rank 0 decides.
         exit_code: The exit code of the ranks' processes: for schedulers that take 0 for the end of the job, as those of
             Kubernetes do, another number. None: that of Lightning's exception, 0 in Lightning 2.6.
 
@@ -96,17 +96,18 @@ class PreemptionCheckpoint(Callback):
 
     def _beginning(self, trainer: Trainer, given: str | None) -> str | None:
         """The checkpoint with which all ranks begin: the given one, or with ``resume`` the newer one of both."""
-        paths = {path: get_filesystem(path) for path in (given, self.path) if path}
+        own: Any = trainer._checkpoint_connector._hpc_resume_path if _requeue_signal(trainer) else self.path
+        paths = {path: get_filesystem(path) for path in (given, own) if path}
         modified = {path: files.modified(path) for path, files in paths.items() if files.exists(path)}
-        is_newer = self.path in modified and (given not in modified or modified[self.path] > modified[given])
-        is_newer, given = trainer.strategy.broadcast((is_newer, given))
-        self._keeps_path = is_newer and not self._resume and given != self.path
+        is_newer = own in modified and (given not in modified or modified[own] > modified[given])
+        is_newer, given, own = trainer.strategy.broadcast((is_newer, given, own))
+        self._keeps_path = is_newer and not self._resume and given != own
         if self._keeps_path:
             rank_zero_warn(
-                f"{self.path} is newer than what this run begins with ({given or 'no checkpoint'}): it is left as it "
+                f"{own} is newer than what this run begins with ({given or 'no checkpoint'}): it is left as it "
                 "is. Give PreemptionCheckpoint resume=True to resume from it, or remove it"
             )
-        return self.path if is_newer and self._resume else given
+        return own if is_newer and self._resume else given
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove the checkpoint, which is outdated: Lightning calls this where ``fit`` has ended normally."""

@@ -129,13 +129,13 @@ def run(
     options = {"max_epochs": 2, "num_sanity_val_steps": 0, **options}
     torch.manual_seed(1 + dist.get_rank())
     workers = {"num_workers": options.pop("num_workers", 0)}
-    plain = options.pop("plain_loader", False)
+    plain, chooses = options.pop("plain_loader", False), options.pop("chooses", False)
     training, validation = loader(shuffle=True, **workers) if plain else Loader(), loader()
     for seeds in (torch.manual_seed, random.seed, np.random.seed):
         seeds(seed + dist.get_rank())
     before = [signal.getsignal(number) for number in HANDLED]
     try:
-        fits = trainer(ours(**strategy), callbacks=PreemptionCheckpoint(folder), **options)
+        fits = trainer(ours(**strategy), callbacks=PreemptionCheckpoint(folder, resume=chooses), **options)
         fits.fit(model, training, validation, ckpt_path=resume)
     except SIGTERMException:
         return True
@@ -348,6 +348,13 @@ def test_a_slurm_job_resumes_and_is_requeued_at_its_signal(tmp_path: Path, numbe
     assert [path.name for path in (tmp_path / "root").iterdir()] == ["hpc_ckpt_1.ckpt"]
     assert not run(tmp_path / "saves", second, options, strategy, seed=20)  # Lightning looks for the checkpoint itself
     assert first.losses + second.losses == undisturbed.losses
+    if dist.get_rank() == 0:
+        (tmp_path / "last.ckpt").write_text("older")
+        os.utime(tmp_path / "last.ckpt", (1, 1))
+    dist.barrier()
+    third, older = Preempted(), str(tmp_path / "last.ckpt")
+    assert not run(tmp_path / "saves", third, {**options, "chooses": True}, strategy, seed=20, resume=older)
+    assert third.losses == second.losses, "the newer one of both"
 
 
 class Ends(Preempted):
