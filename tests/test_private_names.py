@@ -22,6 +22,7 @@ LAUNCHERS = "lightning.pytorch.strategies.launchers"
 EPOCH = "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop"
 FIT = "lightning.pytorch.loops.fit_loop._FitLoop"
 SIGNALS = "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector"
+CHECKPOINTS = "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector"
 DDP = "torch.nn.parallel.DistributedDataParallel"
 CONNECTOR = "lightning.pytorch.trainer.connectors.logger_connector.logger_connector"
 RESULT = "lightning.pytorch.trainer.connectors.logger_connector.result"
@@ -45,6 +46,7 @@ OWNERS = {
     "_check_input_dim": "torch.nn.BatchNorm1d",
     "_cdata": "torch.UntypedStorage",
     "_checkpoint_connector": "lightning.pytorch.Trainer",
+    "_ckpt_path": CHECKPOINTS,
     "_compiled_call_impl": "torch.nn.Module",
     "_computed": "torchmetrics.Metric",
     "_current_autograd_node": "torch._C",
@@ -63,9 +65,10 @@ OWNERS = {
     "_groups_checked": "torchmetrics.MetricCollection",
     "_in_backward_optimizers": "torch.distributed.optim.apply_optimizer_in_backward",
     "_iterator": "torch.utils.data.DataLoader",
-    "_hpc_resume_path": "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector",
+    "_hpc_resume_path": CHECKPOINTS,
     "_is_profiler_enabled": "torch.autograd.profiler",
     "_join_config": "torch.distributed.algorithms.join.Joinable",
+    "_loaded_checkpoint": CHECKPOINTS,
     "_logger_connector": "lightning.pytorch.Trainer",
     "_modules": "torch.nn.Module",
     "_nested_dict": "torch.distributed.checkpoint",

@@ -47,8 +47,12 @@ class BatchSizeFinder(LightningsFinder):
         trials = _Trials(trainer, pl_module)
         self._require_possible(trainer, pl_module, trials)
         calls = {name: trials.on_all_ranks(getattr(strategy, name)) for name in _CALLS}
+        connector: Any = trainer._checkpoint_connector
+        resumed = connector._loaded_checkpoint, connector._ckpt_path
         with replaced(strategy, **calls), replaced(pl_module, backward=trials.watched(pl_module.backward)):
             super().scale_batch_size(trainer, pl_module)
+        # Lightning has loaded the state before the search in place of the checkpoint that `fit` resumes.
+        connector._loaded_checkpoint, connector._ckpt_path = resumed
 
     def _require_possible(self, trainer: Any, pl_module: pl.LightningModule, trials: "_Trials") -> None:
         """Require that ranks search alike, and can end a trial together. All ranks call this."""

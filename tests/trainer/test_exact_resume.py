@@ -155,17 +155,14 @@ BESIDE: dict[str, dict[str, Any]] = {
 def test_a_run_with_other_features_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     def one(model: Normalised, seed: int, path: Path | None) -> Normalised:
         torch.manual_seed(seed)
-        searches = path is None and name == "BatchSizeFinder"
-        finder = [BatchSizeFinder(max_trials=2, steps_per_trial=1, init_val=2)] if searches else []
+        finder = [BatchSizeFinder(max_trials=2, steps_per_trial=1, init_val=2)] if name == "BatchSizeFinder" else []
         given = {"limit_val_batches": 0, "use_distributed_sampler": True, "max_epochs": 2, "default_root_dir": tmp_path}
         fits = trainer(ours(exact_resume=True, **BESIDE[name]), callbacks=[*finder, Saves()], **given)
         fits.fit(model, ckpt_path=path)
         return model
 
     undisturbed = one(Normalised(tmp_path, "batch", 2), 10, None)
-    resumed = Normalised(tmp_path)
-    resumed.batch_size = undisturbed.batch_size
-    one(resumed, 20, tmp_path / "saved.ckpt")
+    resumed = one(Normalised(tmp_path), 20, tmp_path / "saved.ckpt")
     assert len(undisturbed.taken[0][1]) == (4 if name == "BatchSizeFinder" else 2)
     assert resumed.taken == undisturbed.taken[2:] != []
     assert all(map(torch.equal, undisturbed.state_dict().values(), resumed.state_dict().values()))
