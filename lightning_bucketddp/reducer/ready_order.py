@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from lightning_bucketddp.grads.bucket import MAX_REMEMBERED_SETS
 from lightning_bucketddp.grads.planner import LayoutPlanner
 from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
 from lightning_bucketddp.grads.storage import Storage
@@ -55,6 +56,8 @@ class OrderLearner(Participant):
     def look_at(self, trainable: TrainableSet) -> None:
         """Let the next pass teach if the trainable set is new and has a parameter that was never seen."""
         if trainable not in self._looked_at:
+            if len(self._looked_at) >= MAX_REMEMBERED_SETS:
+                self._looked_at.clear()
             self._looked_at.add(trainable)
             self._teaches |= self._planner.overlap and self._planner.unseen(trainable)
 

@@ -220,6 +220,18 @@ def test_sets_that_stay_are_proved_no_more() -> None:
             assert {*said[before:]} == expected, step
 
 
+@on_ranks(1)
+def test_sets_that_never_come_back_are_forgotten() -> None:
+    ours = BucketDDP(seeded(partial(Mlp, depth=7)))
+    learner, params = passes_of(ours).wrapped.context.learner, list(ours.parameters())
+    for number in range(1, 100):
+        for at, param in enumerate(params):
+            param.requires_grad_(bool(number >> at & 1))
+        ours.zero_grad()
+        mse(number)(ours).backward()
+    assert len(learner._looked_at) < 70
+
+
 @on_ranks(2, 3)
 def test_without_a_backend_for_hosts_every_change_goes_through_the_store() -> None:
     ours = BucketDDP(Parts(), bucket_cap_mb=TINY)
