@@ -24,7 +24,7 @@ def open_pass(count: int) -> tuple[Reducer, Pass]:
     buckets = Buckets(table, planner)
     storage = Contiguous(table, buckets, planner.plan(), Streams())
     context = MagicMock(lock=threading.RLock(), **{"ranks.peers.failure": None})
-    reducer = Reducer(table, buckets, storage, Mock(), Mock(), [], context)
+    reducer = Reducer(table, planner, buckets, storage, Mock(), Mock(), [], context)
     this_pass = Pass(0, True, table.trainable_now(), Origin.BACKWARD, Role.ACTIVE, Contribution.OWN)
     reducer.open(this_pass)
     return reducer, this_pass
