@@ -270,7 +270,9 @@ class ShardedRun(Run):
 
     def __init__(self, whole: Run) -> None:
         seed, options = whole.case.seed, {"shard_optimizer": True, **whole.case.options}
-        options |= {"scatter_every_pass": seed % 4 == 0, "shard_group_size": 1 if seed % 5 == 0 else None}
+        fails = any(backward.fail for item in whole.case.rounds for backward in item.backwards)
+        scatters = seed % 4 == 0 and not fails  # else a local backward that raises is for good
+        options |= {"scatter_every_pass": scatters, "shard_group_size": 1 if seed % 5 == 0 else None}
         super().__init__(replace(whole.case, options=options))
         coarse = not self.travels_as_it_is or any(param.dtype is torch.bfloat16 for param in self.params.values())
         self.tolerance, self.expected = 0.05 if coarse else 1e-4, whole.weights
