@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import pytest
@@ -137,11 +138,16 @@ def test_after_join_ranks_go_on_together_wherever_they_have_ended(batches: int) 
     assert all(map(torch.equal, reduced, everyones(reduced)[0]))
 
 
-@on_ranks(2, cases=[{}, {"use_contiguous_buffers": False}, {"sparse_parameters": ["weight"]}])
-def test_means_of_earlier_passes_are_not_sent_where_a_rank_has_run_out(options: dict[str, Any]) -> None:
+STORED = [{}, {"use_contiguous_buffers": False}, {"sparse_parameters": ["weight"]}]
+
+
+@on_ranks(2, cases=[*product(STORED, [True]), ({}, False)])
+def test_means_of_earlier_passes_stay_where_a_rank_has_run_out(options: dict[str, Any], by_active: bool) -> None:
+    """Divided by all ranks, it sends what earlier passes have left, which the other has too; else nothing."""
     table, rank = nn.Embedding(2, 1, sparse="sparse_parameters" in options), dist.get_rank()
     ours = BucketDDP(table, **options)
-    ours._uneven.divide_by_active()
+    if by_active:
+        ours._uneven.divide_by_active()
     for values, active in (((2.0, 6.0), [0, 1]), ((2.0, 8.0), [1])):
         ours._uneven.set_active(active)
         loss = (ours(torch.tensor([1])) * values[rank]).sum()
@@ -149,7 +155,7 @@ def test_means_of_earlier_passes_are_not_sent_where_a_rank_has_run_out(options: 
         with ours.backward_pass(loss):
             if loss.requires_grad:
                 loss.backward()
-    assert table.weight.grad.to_dense()[1].item() == (2.0 + 6.0) / 2 + 8.0
+    assert table.weight.grad.to_dense()[1].item() == (2.0 + 6.0) / 2 + 8.0 / (1 if by_active else 2)
 
 
 @on_ranks(2)
