@@ -4,6 +4,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -221,7 +222,10 @@ def test_what_leaves_a_node_is_what_the_ledger_says(name: str, expected: float) 
 def test_the_table_of_the_page_is_the_ledgers() -> None:
     lines = (Path(__file__).parents[2] / "docs" / "machines.md").read_text().splitlines()
     lines = lines[next(at for at, line in enumerate(lines) if line.startswith("| nodes x ranks")) :]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in takewhile(lambda line: line.startswith("|"), lines)
+    ]
     shapes = [tuple(map(int, cell.split("x"))) for cell in rows[0][1:]]
     for at, (nodes, ranks) in enumerate(shapes, 1):
         for name, share in leaving([rank // ranks for rank in range(nodes * ranks)]).items():
