@@ -81,7 +81,6 @@ def test_the_table_of_the_page(run_ranks: RunRanks) -> None:
 
 
 def test_torchdatas_loader_goes_on_where_it_was(run_ranks: RunRanks, tmp_path: Path) -> None:
-    pytest.importorskip("torchdata", reason="torchdata is not installed")
     require_same(*both(run_ranks, tmp_path, "bucketddp", TORCHDATA, 0, "middle"), TORCHDATA)
 
 
