@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
 from lightning_bucketddp.layout.plan import Layout, size_text
 
 NONE: frozenset[int] = frozenset()
+NOTHING: Mapping[int, Tensor] = MappingProxyType({})
 NO_LABEL = nullcontext()
 NO_WORK = Work()  # instead of a default_factory: Dynamo would trace the generated function that calls it
 
@@ -35,7 +37,7 @@ class Bucket:
         params: The parameter of each.
         held_back: Whether it waits for the end of backward, because a slot may get several gradients or none.
         flat: Its contiguous 1-D tensor.
-        flat_with_control: ``flat`` and the control vector behind it, if the control vector travels in this bucket.
+        flat_with_control: ``flat`` and room for the control vector behind it, if the bucket has such room.
     """
 
     index: int
@@ -98,22 +100,19 @@ class Buckets:
         self.of_slot: list[int] = []
         self._expected: dict[TrainableSet, _Expected] = {}
 
-    def lay_out(self, layout: Layout, memory: list[Tensor], last_with_control: Tensor | None = None) -> None:
+    def lay_out(self, layout: Layout, memory: list[Tensor], with_control: Mapping[int, Tensor] = NOTHING) -> None:
         """Make the buckets of a layout.
 
         Args:
             layout: The layout.
             memory: The contiguous 1-D tensor of each bucket.
-            last_with_control: The last bucket's tensor, and room for the control vector behind it. That is final only
-                after backward, so this bucket is held back.
+            with_control: By the index of a bucket: its tensor, and room for the control vector behind it.
         """
         params, holds_back = self._table.params, self._planner.holds_back
         self.all = [
-            Bucket(index, planned.slots, [params[slot] for slot in planned.slots], holds_back(planned.slots), flat)
-            for index, (planned, flat) in enumerate(zip(layout.buckets, memory, strict=True))
+            Bucket(at, own, [params[slot] for slot in own], holds_back(own), flat, with_control.get(at))
+            for at, (own, flat) in enumerate(zip([each.slots for each in layout.buckets], memory, strict=True))
         ]
-        if last_with_control is not None:
-            self.all[-1].flat_with_control, self.all[-1].held_back = last_with_control, True
         of_slot = {slot: bucket.index for bucket in self.all for slot in bucket.slots}
         self.of_slot = [of_slot[slot] for slot in range(len(of_slot))]
 

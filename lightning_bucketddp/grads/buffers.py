@@ -21,7 +21,6 @@ class GradBuffers:
 
     Args:
         layout: The place of each slot.
-        tail: Number of elements behind the last bucket, for the control vector.
 
     Attributes:
         flats: The flat tensors, as ``layout.buffers``.
@@ -29,13 +28,9 @@ class GradBuffers:
             object: ``param.grad is view``.
     """
 
-    def __init__(self, layout: Layout, tail: int = 0) -> None:
+    def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        last = layout.buckets[-1].buffer if tail else None
-        self.flats = [
-            torch.zeros(spec.numel + (tail if index == last else 0), dtype=spec.dtype, device=spec.device)
-            for index, spec in enumerate(layout.buffers)
-        ]
+        self.flats = [torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device) for spec in layout.buffers]
         self.views = [self._view(slot) for slot in range(len(layout.slots))]
         self._addresses = [view.data_ptr() for view in self.views]
 
@@ -59,6 +54,10 @@ class GradBuffers:
     def bucket_flat(self, bucket: PlannedBucket) -> Tensor:
         """The contiguous 1-D tensor of one bucket, padding included."""
         return self.flats[bucket.buffer][bucket.start : bucket.stop]
+
+    def with_room(self, bucket: PlannedBucket) -> Tensor:
+        """The contiguous 1-D tensor of one bucket and of the room behind it."""
+        return self.flats[bucket.buffer][bucket.start : bucket.stop + bucket.room]
 
     def free_storage(self) -> None:
         """Give the memory back until :meth:`alloc_storage`. Nobody may touch views in between."""

@@ -13,7 +13,6 @@ from lightning_bucketddp.grads.buffers import GradBuffers
 from lightning_bucketddp.grads.slots import SlotTable, attributes_only
 from lightning_bucketddp.grads.storage import Storage, Taken, take_from
 from lightning_bucketddp.layout.plan import Layout
-from lightning_bucketddp.peers.control import HEADER
 
 
 class Contiguous(Storage):
@@ -26,9 +25,6 @@ class Contiguous(Storage):
         streams: The streams on which gradients are made.
         main_grads: Whether parameters whose gradients have another dtype get a ``main_grad``.
         all_main_grads: Whether all parameters get one then.
-        control_up_to: Up to how many bytes the last bucket has room for the control vector, if its dtype is exact
-            enough.
-        multiple: The room is a multiple of this number of elements.
 
     Attributes:
         layout: The present layout.
@@ -43,16 +39,13 @@ class Contiguous(Storage):
         streams: Streams,
         main_grads: bool = True,
         all_main_grads: bool = False,
-        control_up_to: int = 0,
-        multiple: int = 1,
     ) -> None:
         self._table, self._buckets, self.layout, self._streams = table, buckets, layout, streams
-        self._main_grads, self._all_main_grads, self._control_up_to = main_grads, all_main_grads, control_up_to
-        self._multiple = multiple
+        self._main_grads, self._all_main_grads = main_grads, all_main_grads
         self._pending_before: set[int] = set()  # as this pass began
         # Gradients from before the pass that are not pending; with a clone of the value if it lies in the view.
         self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._make_buffers()
+        self.buffers = GradBuffers(layout)
         self._make_buckets()
 
     @property
@@ -62,20 +55,10 @@ class Contiguous(Storage):
 
     # -- layout --------------------------------------------------------------------------------------
 
-    def _make_buffers(self) -> None:
-        """Make buffers with room for the control vector behind the last bucket, on all ranks alike."""
-        self._tail = 0
-        if self.layout.buckets and self.layout.bucket_nbytes(self.layout.buckets[-1]) <= self._control_up_to:
-            last = self.layout.buffers[self.layout.buckets[-1].buffer]
-            if last.dtype in (torch.float32, torch.float64):
-                needed = HEADER + len(self.layout.slots)
-                self._tail = needed + -needed % self._multiple
-        self.buffers = GradBuffers(self.layout, self._tail)
-
     def _make_buckets(self) -> None:
         buckets, buffers = self.layout.buckets, self.buffers
-        last = buffers.flats[buckets[-1].buffer][buckets[-1].start :] if self._tail else None
-        self._buckets.lay_out(self.layout, [buffers.bucket_flat(bucket) for bucket in buckets], last)
+        with_control = {at: buffers.with_room(bucket) for at, bucket in enumerate(buckets) if bucket.room}
+        self._buckets.lay_out(self.layout, [buffers.bucket_flat(bucket) for bucket in buckets], with_control)
         specs = self._table.specs if self._main_grads else []
         self._with_main_grad = frozenset(
             slot for slot, spec in enumerate(specs) if self._all_main_grads or spec.param_dtype is not None
@@ -100,7 +83,7 @@ class Contiguous(Storage):
             if not moving:
                 old.release()
             self.layout = layout
-            self._make_buffers()
+            self.buffers = GradBuffers(layout)
             for slot in moving:
                 self._table.params[slot].grad = self.views[slot].copy_(old.views[slot])
         self._make_buckets()

@@ -14,6 +14,7 @@ from lightning_bucketddp.comm import wire
 from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.layout.plan import ALIGNMENT_BYTES, Layout, plan
+from lightning_bucketddp.peers.control import HEADER
 
 MESSAGE_BYTES = 16
 """Each rank's part of a message is a multiple of this many bytes. NCCL is slow otherwise."""
@@ -40,6 +41,8 @@ class LayoutPlanner:
         options: The wrapper's options.
         world_size: Number of ranks.
         one_machine: Whether the ranks share one machine.
+        control_up_to: Up to how many bytes the last bucket of a trainable set has room for the control vector, if its
+            dtype is exact enough.
 
     Attributes:
         overlap: Whether buckets may be launched during backward. If not, each buffer is one bucket per set of
@@ -52,14 +55,16 @@ class LayoutPlanner:
             slots get buckets of their own. None while all slots may move.
     """
 
-    def __init__(self, table: SlotTable, options: Options, world_size: int, one_machine: bool) -> None:
+    def __init__(
+        self, table: SlotTable, options: Options, world_size: int, one_machine: bool, control_up_to: int = 0
+    ) -> None:
         self.overlap = options.overlap and options.use_contiguous_buffers
         self.batches = self.overlap or not options.use_contiguous_buffers
         self.kinds: list[SlotKind] = []
         self._table, self._options = table, options
         assert not isinstance(options.wire_dtype, str)  # Options has made it a dtype
         self._wire_dtype = options.wire_dtype
-        self._world_size, self._one_machine = world_size, one_machine
+        self._world_size, self._one_machine, self._control_up_to = world_size, one_machine, control_up_to
         self._order: list[int] = []
         self._seen: set[int] = set()
         self._grouping_sets: list[TrainableSet] = []
@@ -151,7 +156,7 @@ class LayoutPlanner:
         options = self._options
         order = sorted([slot for slot in self._order if slot >= first], key=lambda slot: self.kinds[slot].value)
         whole = [slot for index in self._whole if (slot := self._table.slot_of(index)) is not None and slot >= first]
-        return plan(
+        layout = plan(
             self._table.specs[first:],
             [slot - first for slot in order],
             options.bucket_cap_bytes if self.overlap else (sys.maxsize,),
@@ -162,6 +167,20 @@ class LayoutPlanner:
             {slot - first for slot in whole},
             options.shard_group_size or self._world_size,
         )
+        room = HEADER + len(self._table)
+        return layout.with_room(room + -room % self.multiple, self._carry_control(layout))
+
+    def _carry_control(self, layout: Layout) -> set[int]:
+        """The buckets with room for the control vector: of each trainable set the last one, if it is not too large."""
+        found = set()
+        for members in self._grouping_sets:
+            indices = [at for at, bucket in enumerate(layout.buckets) if self._table.is_in(bucket.slots[0], members)]
+            if indices:
+                bucket = layout.buckets[indices[-1]]
+                exact = layout.buffers[bucket.buffer].dtype in (torch.float32, torch.float64)
+                if exact and layout.bucket_nbytes(bucket) <= self._control_up_to:
+                    found.add(indices[-1])
+        return found
 
     @property
     def multiple(self) -> int:

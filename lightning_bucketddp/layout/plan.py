@@ -118,6 +118,7 @@ class PlannedBucket:
         stop: One past the last element, padding included.
         slots: Indices into ``Layout.slots``, in the order in which gradients are expected.
         whole: Whether shards are cut between slots, so that no slot is divided.
+        room: Number of elements behind it, for the control vector of passes in which it is the last bucket.
     """
 
     buffer: int
@@ -125,10 +126,11 @@ class PlannedBucket:
     stop: int
     slots: tuple[int, ...]
     whole: bool = False
+    room: int = 0
 
     @property
     def numel(self) -> int:
-        """Number of elements that travel, padding included."""
+        """Number of elements, padding included and the room behind it not."""
         return self.stop - self.start
 
 
@@ -163,6 +165,18 @@ class Layout:
     def bucket_nbytes(self, bucket: PlannedBucket) -> int:
         """Bytes of one bucket, padding included."""
         return bucket.numel * self.buffers[bucket.buffer].dtype.itemsize
+
+    def with_room(self, room: int, behind: Collection[int]) -> Layout:
+        """This layout with ``room`` elements more behind some buckets; what follows them stays aligned."""
+        slots, buckets, moved = [*self.slots], [*self.buckets], [0] * len(self.buffers)
+        for index, bucket in enumerate(self.buckets):
+            by, own = moved[bucket.buffer], room if index in behind else 0
+            for slot in bucket.slots:
+                slots[slot] = replace(slots[slot], offset=slots[slot].offset + by)
+            buckets[index] = replace(bucket, start=bucket.start + by, stop=bucket.stop + by, room=own)
+            moved[bucket.buffer] += own + -own % ALIGNMENT_BYTES
+        buffers = [replace(each, numel=each.numel + by) for each, by in zip(self.buffers, moved, strict=True)]
+        return Layout(tuple(slots), tuple(buckets), tuple(buffers))
 
     def followed_by(self, later: Layout) -> Layout:
         """This layout, and behind it the slots of another one, in buckets and buffers of their own."""

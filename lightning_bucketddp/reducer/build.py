@@ -33,7 +33,8 @@ def build_reducer(context: WrapperContext, hook: CommHook | None, participants: 
     """
     params, collectives = context.params, context.ranks.collectives
     table = SlotTable(params.named, params.sparse)
-    planner = LayoutPlanner(table, context.options, collectives.world_size, context.nodes.one)
+    room = _control_up_to(context, hook)
+    planner = LayoutPlanner(table, context.options, collectives.world_size, context.nodes.one, room)
     buckets = Buckets(table, planner)
     storage = _storage(context, table, buckets, planner, hook)
     reduction = _reduction(context, storage, hook)
@@ -54,20 +55,16 @@ def _storage(
         return Sharded(table, buckets, layout, streams, context.groups, inside, options.scatter_every_pass)
     if not options.use_contiguous_buffers:
         return Coalesced(table, buckets, layout)
-    plain = hook is None and options.wire_dtype is None
-    with_control = plain and 1 < (world_size := context.ranks.world_size) <= MAX_RANKS_IN_FP32
-    # A bucket with the control vector is reduced in one level.
-    control_up_to = (sys.maxsize if context.levels is None else SHORT_BYTES // world_size) if with_control else 0
-    all_main_grads = options.grad_dtype is not None
-    return Contiguous(
-        table,
-        buckets,
-        layout,
-        streams,
-        all_main_grads=all_main_grads,
-        control_up_to=control_up_to,
-        multiple=planner.multiple,
-    )
+    return Contiguous(table, buckets, layout, streams, all_main_grads=options.grad_dtype is not None)
+
+
+def _control_up_to(context: WrapperContext, hook: CommHook | None) -> int:
+    """Up to how many bytes a bucket has room for the control vector. With it, it is reduced in one level."""
+    options, world_size = context.options, context.ranks.world_size
+    plain = hook is None and context.groups is None and options.use_contiguous_buffers and options.wire_dtype is None
+    if not plain or not 1 < world_size <= MAX_RANKS_IN_FP32:
+        return 0
+    return sys.maxsize if context.levels is None else SHORT_BYTES // world_size
 
 
 def _reduction(context: WrapperContext, storage: Storage, hook: CommHook | None) -> Reduction:

@@ -73,7 +73,7 @@ class WrapperContext:
         self.divisor = GradientDivisor(options.gradient_divide_by, collectives, self.joining)
         self.sparse = SparseGrads(ranks, self.divisor, options.max_abs_grad)
         self.recorder = PassRecorder(ranks.peers, self.sparse)
-        self.trainable = TrainableHistory(ranks)
+        self.trainable = TrainableHistory(ranks.peers)
         self.learner = OrderLearner(ranks, sharded=options.shard_optimizer)
         self.control = ControlChannel(ranks, self.device)
         every, on_difference = options.check_ranks_every, options.check_ranks
@@ -106,7 +106,6 @@ class WrapperContext:
         """The features that take part in passes; the same on every rank, in the order of their collectives."""
         limit = self.options.max_abs_grad
         limits = None if limit is None else GradientLimits(limit, self.ranks.rank)
-        # What is launched is proved before it is learned.
         last = (self.trainable, self.learner, self.changes, self.ranks_check)
         members = (self.recorder, self.divisor, limits, self.sparse, self.skips, *last)
         return [member for member in members if member is not None]

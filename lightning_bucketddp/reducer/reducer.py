@@ -219,7 +219,8 @@ class Reducer:
 
     def launch(self, this_pass: Pass, progress: BucketProgress) -> None:
         """Start the reduction of a bucket."""
-        bucket, with_control = progress.bucket, progress.bucket.flat_with_control
+        bucket = progress.bucket
+        with_control = bucket.flat_with_control if this_pass.carries_control(progress) else None
         for participant in self.participants.that_have("before_launch"):
             participant.before_launch(bucket)
         own = partial(_pack, self.storage, bucket, self.storage.take(bucket), this_pass.weight)

@@ -70,7 +70,7 @@ class AllReduce(Reduction):
     def stages(self, bucket: Bucket, pack: Pack, is_last: bool) -> Stages:
         """Sum the bucket with the control vector; give the others their mean."""
         collectives = self._collectives
-        if bucket.flat_with_control is not None:
+        if is_last and bucket.flat_with_control is not None:
             return collectives.sum(bucket.flat_with_control, partial(pack, 1.0 / collectives.world_size))
         wire_dtype = _wire_dtype_of(bucket, self._wire_dtype)
         if self._levels is not None:

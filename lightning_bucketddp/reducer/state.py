@@ -138,12 +138,17 @@ class Pass:
     def next_full(self) -> BucketProgress | None:
         """The bucket to launch next, if it is full and need not wait for the end of backward."""
         progress = self.next_to_launch()
-        return None if progress is None or progress.missing or progress.bucket.held_back else progress
+        if progress is None or progress.missing or progress.bucket.held_back or self.carries_control(progress):
+            return None
+        return progress
+
+    def carries_control(self, progress: BucketProgress) -> bool:
+        """Whether the control vector, final after backward, travels behind this bucket: the last, and with room."""
+        return progress.bucket.flat_with_control is not None and progress is self.active[-1]
 
     def launch_packs(self, progress: BucketProgress) -> bool:
         """Whether its launch packs a full bucket: it was launched, or is next and only awaits the control vector."""
-        awaits_control = progress.bucket.flat_with_control is not None and progress is self.next_to_launch()
-        return progress.launched or awaits_control
+        return progress.launched or (progress is self.next_to_launch() and self.carries_control(progress))
 
     def awaiting(self) -> Iterator[BucketProgress]:
         """Yield each active bucket to a caller that waits for it, and note it in ``awaited``."""

@@ -172,7 +172,7 @@ class Wrapped:
                 self._rebuild()  # a local pass laid it out for another set
         planner, trainable = self.reducer.planner, self.context.trainable
         since = trainable.note(self.reducer.table.trainable_now())
-        if synchronised and trainable.agree(since, self.context.queue.is_first()):
+        if synchronised and trainable.agree(since):
             if not planner.knows(since):
                 planner.add(since)
             self.context.learner.look_at(since)

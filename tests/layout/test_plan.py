@@ -74,6 +74,27 @@ def test_slots_and_buckets_have_the_properties_of_a_layout(problem: Problem) -> 
     assert last == sorted(last), "buckets are launched in the order of readiness"
 
 
+@settings(deadline=None, max_examples=40)
+@given(problems(), st.integers(1, 40), st.data())
+def test_room_behind_buckets_is_nobody_elses(problem: Problem, room: int, data: st.DataObject) -> None:
+    specs, order, caps, groups, multiple = problem
+    before = plan(specs, order, caps, groups, multiple)
+    behind = data.draw(st.sets(st.integers(0, len(before.buckets) - 1)))
+    layout = before.with_room(room, behind)
+    assert layout.nbytes == before.nbytes
+    ends = [0] * len(layout.buffers)
+    for index, (bucket, old) in enumerate(zip(layout.buckets, before.buckets, strict=True)):
+        assert bucket.start >= ends[bucket.buffer]
+        assert (bucket.room, bucket.numel) == (room if index in behind else 0, old.numel)
+        ends[bucket.buffer] = bucket.stop + bucket.room
+        itemsize = layout.buffers[bucket.buffer].dtype.itemsize
+        assert (bucket.start - old.start) * itemsize % plan_file.ALIGNMENT_BYTES == 0
+        for slot in bucket.slots:
+            assert layout.slots[slot].offset - bucket.start == before.slots[slot].offset - old.start
+    for end, buffer in zip(ends, layout.buffers, strict=True):
+        assert end <= buffer.numel
+
+
 def test_the_drawing_in_the_module_is_true() -> None:
     specs = [spec("a", (8, 4)), spec("b", (16, 4)), spec("c", (10,)), spec("d", (3,))]
     layout = plan(specs, order=[2, 1, 0, 3], bucket_cap_bytes=[320], groups=[0, 0, 0, 1])

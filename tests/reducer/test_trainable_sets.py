@@ -1,12 +1,12 @@
 """Parameters frozen and unfrozen after wrapping."""
 
+import itertools
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -14,19 +14,15 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_bucketddp import BucketDDP, RankMismatchError, WrapError
-from lightning_bucketddp.peers.ranks import Ranks
-from lightning_bucketddp.peers.timed_store import TimedStore
-from lightning_bucketddp.reducer import trainable
+from lightning_bucketddp.reducer.trainable import TrainableHistory
 from tests.inside import passes_of, reducer_of
 from tests.models import Branches, ConvBatchNorm, Fragile, Mlp, Quantised, batch, loss_of
 from tests.pool import on_ranks
 from tests.reference import (
     TINY,
     Twins,
-    assert_grads,
     drift,
     local_if,
-    mean_grads,
     mse,
     noted,
     pair,
@@ -41,8 +37,10 @@ def test_an_unfrozen_backbone_stays_the_same_on_all_ranks() -> None:
     alone, ours = pair(partial(Mlp, depth=4), TINY)
     module = ours.module
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (module, alone)]
-    unfrozen, agreements = {0: [], 3: [3], 6: [3, 0], 9: [3, 0, 1, 2]}, set()
+    unfrozen, asks = {0: [], 3: [3], 6: [3, 0], 9: [3, 0, 1, 2]}, []
+    position = passes_of(ours).peers.position
     for step in range(12):
+        before = position.agreement
         for model in (module, alone):
             model.zero_grad()
             for at in range(4) if step in unfrozen else ():
@@ -52,9 +50,9 @@ def test_an_unfrozen_backbone_stays_the_same_on_all_ranks() -> None:
         loss_of(alone(torch.cat([b[0] for b in batches])), torch.cat([b[1] for b in batches])).backward()
         for optimizer in optimizers:
             optimizer.step()
-        agreements.add(passes_of(ours).peers.position.agreement)
+        asks += [step] if position.agreement > before else []
     torch.testing.assert_close(module.state_dict(), alone.state_dict(), rtol=1e-4, atol=1e-5)
-    assert len(agreements) == 1, "the first change goes through the store, and no other"
+    assert asks == [0, 3, 6, 9], "the changes, and no other pass"
     assert len(ours.layout.buffers) == 1
     assert drift(module) == 0
 
@@ -123,8 +121,9 @@ def test_the_other_network_of_a_gan_is_not_reduced() -> None:
         if step >= 2:
             buckets = reducer_of(ours).buckets
             last = buckets.all[buckets.active(reducer_of(ours).table.trainable_now())[-1]]
-            control = 0 if last.flat_with_control is None else last.flat_with_control.nbytes - last.flat.nbytes
+            control = last.flat_with_control.nbytes - last.flat.nbytes
             tensors = [call.args[0] for call in summed.call_args_list + reduced.call_args_list]
+            assert len(tensors) == len(buckets.active(reducer_of(ours).table.trainable_now())), "nothing but buckets"
             sent = sum(tensor.nbytes for tensor in tensors if tensor.is_floating_point())
             assert sent == sum(-(-p.numel() // 16) * 64 for p in trained.parameters()) + control
 
@@ -146,78 +145,57 @@ class Parts(nn.Module):
             part.requires_grad_(name in parts)
 
 
-@contextmanager
-def agreements() -> Iterator[Callable[[BucketDDP], list[str]]]:
-    """How a wrapper's ranks agree in this context: "store" for each request to the store, "proof" for each proof."""
-    said: list[str] = []
-    request, numbers = TimedStore._request, Ranks.numbers
-
-    def requesting(store: TimedStore, *args: object) -> object:
-        if store is watched:  # other threads have stores of their own
-            said.append("store")
-        return request(store, *args)
-
-    def proving(ranks: Ranks, *args: object) -> object:
-        if "trainable" in args[2]:
-            said.append("proof")
-        return numbers(ranks, *args)
-
-    watched: object = None
-
-    def of(net: BucketDDP) -> list[str]:
-        nonlocal watched
-        watched = passes_of(net).peers._store
-        return said
-
-    with patch.object(TimedStore, "_request", requesting), patch.object(Ranks, "numbers", proving):
-        yield of
+@pytest.mark.parametrize(
+    ("turns", "asks"),
+    [
+        (["all"] * 100, []),
+        (["one"] * 100, [0]),
+        (["one"] * 50 + ["two"] * 50, [0, 50]),
+        ("gd" * 50, [0, 1, 2]),
+        ("ddddg" * 20, [0, 4, 5]),
+        ("abc" * 20, [0, 1, 2, 3]),
+        ("abcadb" * 20, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ("ddddg" + "d" * 50, [0, 4, 5, 9]),
+        ([f"{number}" for number in range(100)] * 2, [*range(200)]),
+    ],
+)
+def test_ranks_agree_in_the_store_until_turns_have_come_once(turns: Iterable[str], asks: list[int]) -> None:
+    found: list[int] = []
+    history = TrainableHistory(Mock())
+    history.follow(Mock(trainable_now=lambda: "all"), Mock(), Mock())
+    with patch.object(history, "_ask") as ask:
+        for step, (before, trainable) in enumerate(itertools.pairwise(["all", *turns])):
+            assert history.agree(trainable) == (trainable != before)
+            found += [step] * ask.call_count
+            ask.reset_mock()
+    assert found == asks
+    assert len(history._turns) <= 66
 
 
 @on_ranks(2, 3, cases={"plain": {}, "sharded": {"shard_optimizer": True}, "hook": {"comm_hook": "bf16"}})
-def test_parts_trained_in_turn_are_agreed_on_once(options: dict[str, Any]) -> None:
-    """The first change goes through the store. Later ones are proved, also where the set is new."""
+def test_parts_trained_in_turn_need_the_store_once(options: dict[str, Any]) -> None:
     plain, ours = pair(Parts, TINY, **options)
-    turns = ["small", "large", "exact", "small", "small exact", "large"] * 2
+    turns = ["small", "large", "exact", "small exact", "exact"] * 3
     within = {"rtol": 2e-2, "atol": 2e-2} if options.get("comm_hook") else {}
-    with agreements() as of:
-        said = of(ours)
-        for step, parts in enumerate(turns):
-            micros = 1 + step % 3
-            for model in (plain, ours):
-                model.zero_grad()
-                (model.module if model is ours else model).train_only(*parts.split())
-            for micro in range(micros):
-                with local_if(ours, micro + 1 < micros):
-                    mse(3 * step + micro)(ours).backward()
-                for rank in range(dist.get_world_size()):
-                    inputs, target = batch(3 * step + micro, rank)
-                    (loss_of(plain(inputs), target) / dist.get_world_size()).backward()
-            for (name, param), other in zip(plain.named_parameters(), ours.module.parameters(), strict=True):
-                assert (param.grad is None) == (not param.requires_grad), name
-                found = ours.full_grad(other)
-                torch.testing.assert_close(found, param.grad, msg=lambda m, n=name: f"{n}: {m}", **within)
-            if step == 0:
-                assert "proof" not in said
-                asked = said.count("store")
-    assert 4 <= asked <= 20 * dist.get_world_size()
-    assert said.count("store") == asked, "the store is asked once"
-    assert said.count("proof") == len(turns) - 1
+    position, asks = passes_of(ours).peers.position, []
+    for step, parts in enumerate(turns):
+        micros, before = 1 + step % 3, position.agreement
+        for model in (plain, ours):
+            model.zero_grad()
+            (model.module if model is ours else model).train_only(*parts.split())
+        for micro in range(micros):
+            with local_if(ours, micro + 1 < micros):
+                mse(3 * step + micro)(ours).backward()
+            for rank in range(dist.get_world_size()):
+                inputs, target = batch(3 * step + micro, rank)
+                (loss_of(plain(inputs), target) / dist.get_world_size()).backward()
+        asks += [step] if position.agreement > before else []
+        for (name, param), other in zip(plain.named_parameters(), ours.module.parameters(), strict=True):
+            assert (param.grad is None) == (not param.requires_grad), name
+            found = ours.full_grad(other)
+            torch.testing.assert_close(found, param.grad, msg=lambda m, n=name: f"{n}: {m}", **within)
+    assert asks == [0, 1, 2, 3, 4, 5]
     assert drift(ours.module) == 0
-
-
-@on_ranks(2)
-def test_sets_that_stay_are_proved_no_more() -> None:
-    ours = BucketDDP(Parts(), bucket_cap_mb=TINY)
-    with agreements() as of, patch.object(trainable, "PROVED_PASSES", 3):
-        said, changed = of(ours), {2, 4, 9}
-        for step in range(12):
-            ours.module.train_only(*(("small", "large") if sum(step >= at for at in changed) % 2 else ("exact",)))
-            if step == 0:
-                ours.module.train_only("small", "large", "exact")
-            before = len(said)
-            mse(step)(ours).backward()
-            expected = {0: set(), 1: {"store"}, 8: set(), 9: {"store"}}.get(step, {"proof"})
-            assert {*said[before:]} == expected, step
 
 
 @on_ranks(1)
@@ -232,20 +210,7 @@ def test_sets_that_never_come_back_are_forgotten() -> None:
     assert len(learner._looked_at) < 70
 
 
-@on_ranks(2, 3)
-def test_without_a_backend_for_hosts_every_change_goes_through_the_store() -> None:
-    ours = BucketDDP(Parts(), bucket_cap_mb=TINY)
-    ours._runtime.collectives.among_hosts = False
-    with agreements() as of:
-        said = of(ours)
-        for step in range(6):
-            before = len(said)
-            ours.module.train_only("small" if step % 2 else "large")
-            mse(step)(ours).backward()
-            assert {*said[before:]} == {"store"}
-
-
-DEVIATIONS = {"another known set": "exact", "a new set": "small exact", "the set of before": "large"}
+DEVIATIONS = {"another known set": "exact", "a new set": "small exact", "the set of the pass before": "large"}
 
 
 @on_ranks(
@@ -267,30 +232,10 @@ def test_a_rank_that_trains_another_part_is_named_before_anything_is_launched(pa
     words = f"rank {rank}: ranks disagree on which parameters are trainable in pass 6: parameter '.* on rank {odd}"
     with noted("allreduce", "all_to_all_single") as sent, raises_soon(RankMismatchError, match=words) as error:
         loss.backward()
-    assert sent == ["all_to_all_single"], "the proof"
+    assert bool(sent) == (rank != odd), "the ranks with the expected set wait for their first bucket"
     with pytest.raises(RankMismatchError) as again:
         mse(0)(ours)
     assert str(again.value) == str(error.value)
-
-
-@on_ranks(2)
-def test_the_proof_of_a_wrapper_waits_for_those_ahead_of_it() -> None:
-    """Rank 1 launches the first wrapper's last buckets at the end of its backward, long after rank 0."""
-    plain = [seeded(Mlp), seeded(Branches)]
-    ours = [BucketDDP(seeded(build), bucket_cap_mb=TINY) for build in (Mlp, Branches)]
-    take = "left" if dist.get_rank() else "both"
-    with agreements() as of:
-        said = of(ours[0])
-        for step in range(6):
-            for mlp, branches in (plain, ours):
-                mlp.zero_grad()
-                branches.zero_grad()
-                for at, layer in enumerate((mlp.module if mlp is ours[0] else mlp).layers):
-                    layer.requires_grad_(at == step % 2)
-                (mse(step)(mlp) + taking(step, take)(branches)).backward()
-            for wrapper, module in zip(ours, plain, strict=True):
-                assert_grads(wrapper.module, mean_grads(module))
-    assert said.count("proof") == 5
 
 
 @on_ranks(4)

@@ -93,19 +93,17 @@ class Roles:
         gathers = operation.startswith("all_gather")
         for at, wrapper in self._open():
             layout, key = wrapper.layout, (at, wrapper.layout, operation, label)
-            last, multiple = layout.buckets[-1], wrapper._passes.reducer.planner.multiple
-            control = -(-(HEADER + len(layout.slots)) // multiple) * multiple
-            at_once = group.size() * (last.numel + control), last.numel + group.size() * control
-            with_control = {"all_reduce": [last.numel + control], "all_to_all_single": at_once}.get(operation, ())
             for index, bucket in enumerate(layout.buckets):
                 spec = layout.slots[bucket.slots[0]].spec
-                shard = -(-bucket.numel // group.size())
+                shard, room = -(-bucket.numel // group.size()), bucket.room
+                at_once = group.size() * (bucket.numel + room), bucket.numel + group.size() * room
+                with_control = {"all_reduce": [bucket.numel + room], "all_to_all_single": at_once}.get(operation, ())
                 if gathers and dtype is torch.uint8:  # by forward's order, not by index
                     if numel == shard * (spec.param_dtype or spec.dtype).itemsize:
                         return "parameters of a bucket"
                 elif gathers and dtype.itemsize >= spec.dtype.itemsize:
                     continue  # gradients are gathered in less precision only
-                elif bucket is last and dtype is spec.dtype and numel in with_control:
+                elif room and dtype is spec.dtype and numel in with_control:
                     self._begin_anew([at], label)
                     self._last_wrapper, self._after_control = at, True
                     return f"bucket {index} and control{self._of_wrapper(at)}"
