@@ -26,6 +26,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from lightning_bucketddp.layout.ledger import Algorithm, Kind, sent
+
 
 @dataclass(frozen=True)
 class Link:
@@ -70,9 +72,8 @@ class CollectiveCost:
 
 
 def ring_reduce_scatter(link: Link, world_size: int) -> CollectiveCost:
-    """A reduce-scatter or an all-gather around a ring: each rank sends ``n - 1`` messages of ``1/n`` of the tensor."""
-    others = world_size - 1
-    return CollectiveCost(others * link.latency, others / world_size / link.bandwidth)
+    """A reduce-scatter or an all-gather around a ring, in ``n - 1`` messages one after the other."""
+    return CollectiveCost((world_size - 1) * link.latency, _sent("reduce_scatter", world_size) / link.bandwidth)
 
 
 def ring_all_reduce(link: Link, world_size: int) -> CollectiveCost:
@@ -82,12 +83,14 @@ def ring_all_reduce(link: Link, world_size: int) -> CollectiveCost:
 
 
 def tree_all_reduce(link: Link, world_size: int) -> CollectiveCost:
-    """An all-reduce up and down two binary trees, each with half of the tensor.
+    """An all-reduce up and down two binary trees, each with half of the tensor: as many bytes as a ring, fewer hops."""
+    hops = math.ceil(math.log2(world_size))
+    return CollectiveCost(2 * hops * link.latency, _sent("all_reduce", world_size, "tree") / link.bandwidth)
 
-    It takes fewer hops than a ring, and as many bytes as a ring of many ranks.
-    """
-    hops = math.ceil(math.log2(world_size)) if world_size > 1 else 0
-    return CollectiveCost(2 * hops * link.latency, 2 / link.bandwidth if world_size > 1 else 0.0)
+
+def _sent(kind: Kind, world_size: int, algorithm: Algorithm = "ring") -> float:
+    """What a rank sends for each byte of a tensor: the ledger's figure, for nodes of one rank."""
+    return sent(kind, 1, range(world_size), algorithm).between
 
 
 @dataclass(frozen=True)
