@@ -239,8 +239,7 @@ class ExactResume:
         if metrics is not None:
             from lightning_bucketddp.trainer.logged_keys import restore_collected
 
-            metrics = move_data_to_device(metrics, self._strategy.root_device)
-            restore_collected(epoch_loop._results, metrics, self._strategy)
+            restore_collected(epoch_loop._results, move_data_to_device(metrics, trainer.strategy.root_device), trainer)
         trainer._logger_connector._first_loop_iter = False  # else what is restored would be reset
         iter(loop._data_fetcher)
 

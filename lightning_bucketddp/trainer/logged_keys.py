@@ -275,21 +275,21 @@ def collected(results: Mapping[str, Any], module: torch.nn.Module) -> dict[str, 
     return {"of_module": of_module, "logged": logged}
 
 
-def restore_collected(results: Any, found: Mapping[str, Any], strategy: Any) -> None:
+def restore_collected(results: Any, found: Mapping[str, Any], trainer: Any) -> None:
     """Collect once more what :func:`collected` has found.
 
     Args:
         results: Where a training epoch's values are.
         found: What was found on this rank, on its device.
-        strategy: Reduces values.
+        trainer: The Trainer.
     """
-    modules: dict[str, Any] = dict(strategy.lightning_module.named_modules())
+    modules: dict[str, Any] = dict(trainer.lightning_module.named_modules())
     for name, (states, count) in found["of_module"].items():
         modules[name].__dict__.update(states, _update_count=count)
     for key, (metadata, should, rank_zero_only, states) in found["logged"].items():
         meta = _Metadata(**metadata)
-        meta.sync = _Sync(_should=should, fn=strategy.reduce, rank_zero_only=rank_zero_only)
-        metric = results[key] = _ResultMetric(meta, is_tensor=states is not None).to(strategy.root_device)
+        meta.sync = _Sync(_should=should, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only)
+        metric = results[key] = _ResultMetric(meta, is_tensor=states is not None).to(trainer.strategy.root_device)
         metric.__dict__.update(states or {"value": modules[metadata["metric_attribute"]]}, _update_count=1)
 
 

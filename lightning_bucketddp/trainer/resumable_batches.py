@@ -44,7 +44,6 @@ class ResumableBatches:
         self.sampler = getattr(self.batches, "sampler", self.batches)
         self.batch_size: Any = getattr(self.batches, "batch_size", None)
         self._rank, self._world_size, self._epoch = rank, world_size, epoch
-        self._seeds_workers = loader.num_workers > 0
         globally = partial(random_state, torch.device("cpu"))
         self._sources: list[Any] = [(globally, globally)]  # get and set the states on which an epoch's order depends
         found = dict.fromkeys(getattr(each, "generator", None) for each in (loader, self.sampler, self.batches))
@@ -136,7 +135,8 @@ class ResumableBatches:
         (epoch, at, batches), self._resumes = self._resumes or (-1, 0, 0), None  # at: samples of all ranks before
         if epoch != self._epoch():
             self._offset = at = 0
-            self._seed = int(torch.randint(2**62, ())) if self._seeds_workers else 0
+            # A copy draws: random numbers are those of a run without the option.
+            self._seed = int(torch.randint(2**62, (), generator=torch.default_generator.clone_state()))
             self._began = self._states()
             entries = iter(self.batches)
         elif self.is_ordered:
@@ -148,9 +148,9 @@ class ResumableBatches:
                 at = sum(len(entry) for entry in islice(entries, batches)) * self._world_size
         for entry in entries:
             # Hashes of whole numbers are the same in each process.
-            seed = hash((self._seed, at + self._rank)) % 2**63
+            seed = hash((self._seed, self._epoch(), at + self._rank)) % 2**63
             at += len(entry) * self._world_size
-            yield _Seeded(entry, seed) if self._seeds_workers else entry
+            yield _Seeded(entry, seed)
 
     def _states(self) -> list[Any]:
         """The states on which an epoch's order depends, beside the epoch's number."""
@@ -167,7 +167,7 @@ def has_state(source: object) -> bool:
 
 
 class _Seeded(list[int]):
-    """Indices of a batch. The worker that gets them has its generators seeded."""
+    """Indices of a batch. A worker that gets them has its generators seeded."""
 
     def __init__(self, indices: list[int], seed: int) -> None:
         super().__init__(indices)

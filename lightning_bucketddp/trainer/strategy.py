@@ -96,7 +96,7 @@ class BucketDDPStrategy(EachSampleOnce):
         exact_resume: A checkpoint says which samples of an epoch are left, and what each rank needs to take them as the
             undisturbed run would have. A resumed run then ends with its weights, bit for bit if kernels are
             deterministic. On another number of ranks it takes each sample that is left once. Data loading workers seed
-            their generators for each sample. What cannot be resumed so is named when training starts.
+            their generators for each batch. What cannot be resumed so is named when training starts.
         logged_keys: Which keys ranks may log with ``self.log(..., sync_dist=True)``. ``"same"`` (the default): all
             ranks the same ones. A key that a rank lacks is an error on all ranks. ``"any"``: a rank may lack keys that
             others have logged in the batches of an epoch. Their epoch value is that of the ranks that have them. Costs

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from lightning_bucketddp import BatchSizeFinder, PreemptionCheckpoint
 from lightning_bucketddp.reducer import skipping
@@ -210,6 +210,18 @@ def test_a_scheduler_that_follows_each_step_misses_none(tmp_path: Path) -> None:
         fits.fit(model, DataLoader(Augmented(8), 2), ckpt_path=path)
     assert resumed.taken == undisturbed.taken[2:] != []
     assert resumed.told[0][-1] == undisturbed.told[0][-1]
+
+
+@on_ranks(1)
+def test_persistent_workers_of_a_validation_change_no_random_numbers(tmp_path: Path) -> None:
+    undisturbed, resumed = Remembers(tmp_path, "batch", 4), Remembers(tmp_path)
+    for model, path in ((undisturbed, None), (resumed, resumed.path)):
+        fits = trainer(ours(exact_resume=True), max_epochs=1, val_check_interval=2, callbacks=[Saves()])
+        samples = TensorDataset(torch.arange(4), torch.ones(4, 8))
+        validation = DataLoader(samples, 2, num_workers=1, persistent_workers=True)
+        fits.fit(model, DataLoader(Augmented(12), 2, shuffle=True), validation, ckpt_path=path)
+    assert resumed.taken == undisturbed.taken[4:] != []
+    assert resumed.told == undisturbed.told
 
 
 def in_order(taken: list[Any], batches: range) -> list[int]:
