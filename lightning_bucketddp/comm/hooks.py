@@ -215,32 +215,21 @@ class CommHook:
             self._state.p_memory_dict.clear()
             self._state.q_memory_dict.clear()
 
-    @property
-    def errors(self) -> dict[int, Tensor]:
-        """PowerSGD's errors by bucket, which differ between ranks."""
-        return self._state.error_dict if isinstance(self._state, PowerSGDState) else {}
-
     def memory(self) -> dict[str, Any]:
-        """What PowerSGD remembers on all ranks alike, of types that ``torch.load(weights_only=True)`` loads."""
+        """What PowerSGD remembers, in tensors and simple types. Its errors differ between ranks."""
         if not isinstance(state := self._state, PowerSGDState):
             return {}
         generator: Any = state.rng.get_state()
-        factors = [dict(found) for found in (state.p_memory_dict, state.q_memory_dict)]
-        return {
-            "factors": factors,
-            "step": state.iter,
-            "generator": [generator[0], generator[1].tolist(), *generator[2:]],
-        }
+        tensors = {"errors": state.error_dict, "p": dict(state.p_memory_dict), "q": dict(state.q_memory_dict)}
+        return {**tensors, "step": state.iter, "generator": [generator[0], generator[1].tolist(), *generator[2:]]}
 
-    def recall(self, memory: dict[str, Any], errors: dict[int, Tensor], device: torch.device) -> None:
+    def recall(self, memory: dict[str, Any], device: torch.device) -> None:
         """Remember what an earlier run did, in the same buckets."""
-        if not isinstance(state := self._state, PowerSGDState) or not memory:
-            return
-        owned = state.p_memory_dict, state.q_memory_dict, state.error_dict
-        for own, found in zip(owned, (*memory["factors"], errors), strict=True):
-            own.update({index: tensor.to(device, copy=True) for index, tensor in found.items()})
-        state.iter = memory["step"]
-        state.rng.set_state(tuple(memory["generator"]))
+        if isinstance(state := self._state, PowerSGDState) and memory:
+            for name, own in (("errors", state.error_dict), ("p", state.p_memory_dict), ("q", state.q_memory_dict)):
+                own.update({index: tensor.to(device, copy=True) for index, tensor in memory[name].items()})
+            state.iter = memory["step"]
+            state.rng.set_state(tuple(memory["generator"]))
 
     def forget_slot(self, layout: Layout, slot: int) -> None:
         """Drop PowerSGD's error of a slot that no rank used, and its bucket's factors.

@@ -66,8 +66,8 @@ class OrderLearner(Participant):
 
         Sums of three ranks and more depend on the layout, and so on the order.
         """
-        for positions, repeated, *sets in lessons:  # version 0.2 saved no sets
-            for trainable in sets[0] if sets else ():
+        for positions, repeated, sets in lessons:
+            for trainable in sets:
                 if len(trainable) == len(self._table.all_params) and not self._planner.knows(tuple(trainable)):
                     self._planner.add(tuple(trainable))
             self._learn(positions, repeated)

@@ -12,7 +12,6 @@ import warnings
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,11 +85,11 @@ class StepSkips(Participant):
         """Whether ranks skip a step in which one ran out of memory."""
         return "oom" in self._options.skip_step_on
 
-    def history(self) -> list[Any]:
+    def history(self) -> tuple[list[float], int]:
         """What later steps are judged by, the same on every rank, in simple types."""
-        return [[*self._norms.last], self._in_a_row]
+        return [*self._norms.last], self._in_a_row
 
-    def recall(self, history: list[Any]) -> None:
+    def recall(self, history: tuple[list[float], int]) -> None:
         """Judge by what an earlier run has seen."""
         norms, self._in_a_row = history
         self._norms.last.extend(norms)

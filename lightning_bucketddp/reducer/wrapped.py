@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.hooks import CommHook
 from lightning_bucketddp.grads.sharded import Sharded
 from lightning_bucketddp.grads.slots import TrainableSet
 from lightning_bucketddp.peers.agreement import Entry
-from lightning_bucketddp.peers.ranks import Ranks
 from lightning_bucketddp.reducer.build import build_reducer
 from lightning_bucketddp.reducer.context import WrapperContext
 from lightning_bucketddp.reducer.gradient_hooks import GradientHooks
@@ -201,29 +199,28 @@ class Wrapped:
         if self.reducer.planner.due:
             self._lay_out()
 
-    def memory(self, everyone: Ranks) -> dict[str, Any]:
-        """What later passes go by, except for the order, of types that ``torch.load(weights_only=True)`` loads.
+    def memory(self) -> dict[str, Any]:
+        """What later passes go by, of types that ``torch.load(weights_only=True)`` loads: on rank 0 that of all ranks.
 
         All ranks must call this.
-
-        Args:
-            everyone: Ranks of which the first one gets the whole. The others get their own part.
         """
-        skips, mine = self.context.skips, {} if self._hook is None else self._hook.errors
-        errors: list[dict[int, torch.Tensor]] = []
-        for rank in range(everyone.world_size if mine else 0):  # one after the other: they are as large as gradients
+        ranks, skips, hook = self.context.ranks, self.context.skips, {} if self._hook is None else self._hook.memory()
+        mine, errors = hook.pop("errors", {}), []
+        for rank in range(ranks.world_size if mine else 0):  # one after the other: they are as large as gradients
             found = {index: error.clone() for index, error in mine.items()}
-            everyone.broadcast([*found.values()], "the errors of PowerSGD", source=rank)
-            errors.append({index: error.cpu() for index, error in found.items()} if everyone.rank == 0 else {})
-        hook = {} if self._hook is None else self._hook.memory()
-        return {"norms": None if skips is None else skips.history(), "hook": hook, "errors": errors}
+            ranks.broadcast([*found.values()], "the errors of PowerSGD", source=rank)
+            errors.append({index: error.cpu() for index, error in found.items()} if ranks.rank == 0 else {})
+        norms = None if skips is None else skips.history()
+        return {"lessons": self.context.learner.lessons, "norms": norms, "hook": hook, "errors": errors}
 
-    def recall(self, memory: dict[str, Any], rank: int, as_many: bool) -> None:
-        """Go by what an earlier run remembered. Its order has been resumed."""
+    def recall(self, memory: dict[str, Any]) -> None:
+        """Go by what an earlier run remembered. All ranks must call this alike, before optimizer state is loaded."""
+        self.resume_order(memory["lessons"])
+        ranks, errors = self.context.ranks, memory["errors"]
         if self.context.skips is not None and memory["norms"] is not None:
             self.context.skips.recall(memory["norms"])
-        if self._hook is not None and as_many and memory["errors"]:
-            self._hook.recall(memory["hook"], memory["errors"][rank], self.context.device)
+        if self._hook is not None and len(errors) == ranks.world_size:
+            self._hook.recall({**memory["hook"], "errors": errors[ranks.rank]}, self.context.device)
 
     def _lay_out(self) -> None:
         self.reducer.lay_out(self.reducer.planner.plan())

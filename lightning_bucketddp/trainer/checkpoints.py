@@ -25,9 +25,6 @@ from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 DIRECTORY_KEY = "bucketddp_directory"
 """Entry of a loaded checkpoint: the directory from which the optimizers are still to be loaded."""
 
-ORDER_KEY = "bucketddp_order"
-"""Entry of a checkpoint of a preempted run: the order of gradients that the run has learned."""
-
 
 def is_checkpoint_directory(path: Path) -> bool:
     """Whether ranks have written their parts there, or a save that was killed has left them next to it."""

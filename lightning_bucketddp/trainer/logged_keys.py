@@ -29,6 +29,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Sync,
 )
 from torch import Tensor
+from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_bucketddp.peers.agreement import RankMismatchError
@@ -257,36 +258,39 @@ def _metadata(metric: _ResultMetric) -> dict[str, Any]:
     return metadata
 
 
-def collected(results: Mapping[str, Any]) -> dict[str, Any]:
-    """What a rank has logged for the end of the epoch so far, as tensors and simple types."""
-    found = {}
-    for key, metric in results.items():
-        sync = metric.meta.sync
-        if metric.meta.on_epoch and not metric.has_reset and sync.group is None:
-            states = {name: getattr(metric, name).cpu() for name in metric._defaults} if metric.is_tensor else None
-            found[key] = _metadata(metric), sync.should, sync.rank_zero_only, states
-    return found
+def collected(results: Mapping[str, Any], module: torch.nn.Module) -> dict[str, Any]:
+    """What a rank has collected for the end of the epoch so far, as tensors and simple types.
+
+    Args:
+        results: What a training epoch has logged.
+        module: The LightningModule, which may have metrics.
+    """
+    metrics = [(name, metric) for name, metric in module.named_modules() if isinstance(metric, Metric)]
+    of_module = {name: (metric.metric_state, metric.update_count) for name, metric in metrics}
+    logged = {
+        key: (_metadata(metric), sync.should, sync.rank_zero_only, metric.metric_state if metric.is_tensor else None)
+        for key, metric in results.items()
+        if metric.meta.on_epoch and not metric.has_reset and (sync := metric.meta.sync).group is None
+    }
+    return {"of_module": of_module, "logged": logged}
 
 
-def restore_collected(results: Any, found: Mapping[str, Any], modules: Mapping[str, Any], strategy: Any) -> None:
-    """Log once more what :func:`collected` has found.
+def restore_collected(results: Any, found: Mapping[str, Any], trainer: Any) -> None:
+    """Collect once more what :func:`collected` has found.
 
     Args:
         results: Where a training epoch's values are.
-        found: What was found on this rank.
-        modules: The LightningModule's modules by name, among them its metrics.
-        strategy: Reduces values.
+        found: What was found on this rank, on its device.
+        trainer: The Trainer.
     """
-    for key, (metadata, should, rank_zero_only, states) in found.items():
+    modules: dict[str, Any] = dict(trainer.lightning_module.named_modules())
+    for name, (states, count) in found["of_module"].items():
+        modules[name].__dict__.update(states, _update_count=count)
+    for key, (metadata, should, rank_zero_only, states) in found["logged"].items():
         meta = _Metadata(**metadata)
-        meta.sync = _Sync(_should=should, fn=strategy.reduce, rank_zero_only=rank_zero_only)
-        metric = _ResultMetric(meta, is_tensor=states is not None).to(strategy.root_device)
-        for name, value in (states or {}).items():
-            setattr(metric, name, value.to(strategy.root_device))
-        if states is None:
-            metric.value = modules[metadata["metric_attribute"]]
-        metric._update_count = 1
-        results[key] = metric
+        meta.sync = _Sync(_should=should, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only)
+        metric = results[key] = _ResultMetric(meta, is_tensor=states is not None).to(trainer.strategy.root_device)
+        metric.__dict__.update(states or {"value": modules[metadata["metric_attribute"]]}, _update_count=1)
 
 
 def _in_words(metric: _ResultMetric, when: str, dtype: torch.dtype) -> str:

@@ -15,15 +15,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.peers.end_signals import PATIENCE_SECONDS, SIGNALS, end_signals
-from lightning_bucketddp.trainer.checkpoints import ORDER_KEY
-from lightning_bucketddp.trainer.exact_resume import begin_next_epoch
-from lightning_bucketddp.trainer.random_state import random_state
+from lightning_bucketddp.trainer.replaced import replaced
+from lightning_bucketddp.trainer.resumable_batches import has_state
 from lightning_bucketddp.trainer.wrapper import BucketDDPInTrainer
 
 _log = logging.getLogger(__name__)
-_RANKS, _STOPS = "bucketddp_ranks", "bucketddp_stops"
-"""Entries of a checkpoint: each rank's random-number state and dataloaders' states; the learned order of gradients;
-whether a callback has asked training to stop."""
 
 
 class PreemptionCheckpoint(Callback):
@@ -77,9 +73,8 @@ class PreemptionCheckpoint(Callback):
         require("resume", resume, "True or False", bool)
         require("exit_code", exit_code, "None or a number from 0 to 255", int | None, range(256).__contains__)
         self.path = os.path.join(dirpath, "preempted.ckpt")
-        self._patience, self._resume, self._exit_code, self._saving = patience, resume, exit_code, False
+        self._patience, self._resume, self._exit_code = patience, resume, exit_code
         self._keeps_path = False
-        self._resumes: tuple[Any, bool, list[Any]] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Choose the checkpoint with which ``fit`` begins, when Lightning is about to load it."""
@@ -178,7 +173,7 @@ class PreemptionCheckpoint(Callback):
         status, trainer.state.status = trainer.state.status, TrainerStatus.RUNNING  # as all ranks are here
         strategy: Any = trainer.strategy
         strategy._end_writer()  # the checkpoint must be there when this job is requeued
-        self._saving, requeue = True, _requeue_signal(trainer)
+        requeue = _requeue_signal(trainer)
         path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir) if requeue else self.path
         wrapper = BucketDDPInTrainer.of(trainer, self)
         got = wrapper._uneven.tell(end_signals.received)
@@ -188,56 +183,25 @@ class PreemptionCheckpoint(Callback):
             told += f" got {' and '.join(signal.Signals(number).name for number in sorted({*got} - {0}))}"
         if told and not trainer.is_global_zero:
             _log.warning("%s: all ranks end after step %d", told, trainer.global_step)
-        if requeue in got:
-            trainer._signal_connector._slurm_sigusr_handler_fn(requeue, None)  # type: ignore[arg-type]  # saves, too
-        else:
-            trainer.save_checkpoint(path)
-        rank_zero_info(f"preempted after step {trainer.global_step}, as {told}: saved {path}")
-        trainer.strategy.barrier()  # rank 0 may take long to requeue; a rank that ends is a failure to it
-        self._saving, trainer.state.status = False, status
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add what each rank needs to go on. With ``exact_resume`` the strategy does, in each checkpoint."""
-        strategy: Any = trainer.strategy
-        if not self._saving or strategy.exact_resume is not None:
-            return
+        epochs: Any = trainer.fit_loop.epoch_progress.current
         loaders = CombinedLoader(trainer.train_dataloader).flattened
-        states = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
-        resumable = len(states) == len(loaders) and all(sized_len(loader) is not None for loader in loaders)
-        if not (resumable or _epoch_has_ended(trainer)):
+        resumable = all(has_state(loader) and sized_len(loader) is not None for loader in loaders)
+        if not (strategy.exact_resume.saves or resumable or epochs.processed == epochs.ready):
             rank_zero_warn(
                 "the checkpoint is of the middle of an epoch, and a training dataloader has no state_dict or no "
                 "length: Lightning does not take it up where it was. Use torchdata's StatefulDataLoader, with a length"
             )
-        wrapper = BucketDDPInTrainer.of(trainer, self)
-        mine = random_state(trainer.strategy.root_device), states
-        checkpoint[_RANKS] = wrapper._runtime.ranks.objects(mine, "the random states of all ranks")
-        checkpoint[ORDER_KEY], checkpoint[_STOPS] = wrapper._passes.wrapped.context.learner.lessons, trainer.should_stop
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Find what this rank has saved."""
-        ranks = checkpoint.get(_RANKS, ())
-        if trainer.training and len(ranks) == trainer.world_size:
-            generators, loaders = ranks[trainer.global_rank]
-            self._resumes = generators, checkpoint.get(_STOPS, False), loaders
-            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loaders  # rank 0's were there
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on from there: only now, as dataloaders draw random numbers when they are made."""
-        if self._resumes is None:
-            return
-        (generators, trainer.should_stop, loader_states), self._resumes = self._resumes, None
-        if _epoch_has_ended(trainer):
-            begin_next_epoch(trainer, loader_states)
-        random_state(trainer.strategy.root_device, generators)
+        with replaced(strategy.exact_resume, saves=True):
+            if requeue in got:
+                trainer._signal_connector._slurm_sigusr_handler_fn(requeue, None)  # type: ignore[arg-type]  # saves
+            else:
+                trainer.save_checkpoint(path)
+        rank_zero_info(f"preempted after step {trainer.global_step}, as {told}: saved {path}")
+        trainer.strategy.barrier()  # rank 0 may take long to requeue; a rank that ends is a failure to it
+        trainer.state.status = status
 
 
 def _requeue_signal(trainer: Trainer) -> signal.Signals | None:
     """The signal at which Lightning requeues this Slurm job; None if it does not."""
     environment: Any = getattr(trainer.strategy, "cluster_environment", None)
     return environment.requeue_signal if getattr(environment, "auto_requeue", False) else None
-
-
-def _epoch_has_ended(trainer: Trainer) -> bool:
-    epochs: Any = trainer.fit_loop.epoch_progress.current
-    return bool(epochs.processed == epochs.ready)

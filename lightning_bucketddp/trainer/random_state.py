@@ -22,8 +22,6 @@ def random_state(device: torch.device, set_to: list[Any] | None = None) -> list[
         *states, of_device = set_to
         for setter, state in zip(setters, states, strict=True):
             setter(state)
-        if not isinstance(of_device, dict):  # of version 0.2, which did not say of which device
-            of_device = {device.type: of_device} if len(of_device) == len(module.get_rng_state()) else {}
         if device.type in of_device:
             module.set_rng_state(of_device[device.type])
     numpy: Any = np.random.get_state()

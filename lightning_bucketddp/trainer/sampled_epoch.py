@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DistributedSampler
 
 
 def begin_epoch_anew(trainer: pl.Trainer) -> None:
@@ -26,9 +25,10 @@ def begin_epoch_anew(trainer: pl.Trainer) -> None:
         return
     epoch, early = loop.epoch_progress.current.processed, False
     for loader in CombinedLoader(trainer.train_dataloader).flattened:
-        samplers = getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+        batches = getattr(loader, "batch_sampler", None)
+        samplers: Any = getattr(loader, "sampler", None), getattr(batches, "sampler", None)
         for sampler in samplers:
-            if isinstance(sampler, DistributedSampler) and sampler.epoch != epoch:
+            if hasattr(sampler, "set_epoch") and getattr(sampler, "epoch", None) != epoch:
                 sampler.set_epoch(epoch)
                 early |= getattr(loader, "num_workers", 0) > 0 and not hasattr(loader, "state_dict")
     if early:

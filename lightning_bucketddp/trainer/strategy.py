@@ -96,7 +96,7 @@ class BucketDDPStrategy(EachSampleOnce):
         exact_resume: A checkpoint says which samples of an epoch are left, and what each rank needs to take them as the
             undisturbed run would have. A resumed run then ends with its weights, bit for bit if kernels are
             deterministic. On another number of ranks it takes each sample that is left once. Data loading workers seed
-            their generators for each sample. What cannot be resumed so is named when training starts.
+            their generators for each batch. What cannot be resumed so is named when training starts.
         logged_keys: Which keys ranks may log with ``self.log(..., sync_dist=True)``. ``"same"`` (the default): all
             ranks the same ones. A key that a rank lacks is an error on all ranks. ``"any"``: a rank may lack keys that
             others have logged in the batches of an epoch. Their epoch value is that of the ranks that have them. Costs
@@ -117,7 +117,7 @@ class BucketDDPStrategy(EachSampleOnce):
         lightnings["ddp_comm_state"] = self._options.comm_hook_state
         lightnings |= common.of_torch(options)  # for programs that look at them
         super().__init__(exact_evaluation=self._options.exact_evaluation, **lightnings)
-        self.exact_resume = ExactResume(self) if self._options.exact_resume else None
+        self.exact_resume = ExactResume(self, self._options.exact_resume)
         self._writer: CheckpointWriter | None = None  # while training, with `async_save`
         self._evened_loader: EvenedLoader | None = None
         self._listener: AbortListener | None = None
@@ -216,8 +216,7 @@ class BucketDDPStrategy(EachSampleOnce):
                 self._options.shard_optimizer or self._options.state_dict_type == "sharded"
             ):  # else a destroyed group would stay
                 self._ended = wrapper
-        if self.exact_resume is not None:
-            self.exact_resume.end()
+        self.exact_resume.end()
         self._until_teardown.close()
         self._evened_loader = self._listener = self._peers = None
         super().teardown()
@@ -347,7 +346,7 @@ class BucketDDPStrategy(EachSampleOnce):
     @override
     def process_dataloader(self, dataloader: Any) -> object:
         module = self.lightning_module
-        if self.exact_resume is not None and module is not None and module.trainer.training:
+        if module is not None and module.trainer.training:
             self.exact_resume.take_in(dataloader)
         if self._options.uneven_inputs is None or module is None or not module.trainer.training:
             return super().process_dataloader(dataloader)
@@ -382,7 +381,6 @@ class BucketDDPStrategy(EachSampleOnce):
     def on_train_start(self) -> None:
         if (module := self.lightning_module) is not None:
             begin_epoch_anew(module.trainer)
-        if self.exact_resume is not None:
             self.exact_resume.begin()
         self._end_writer()  # is there if the search for a batch size has broken a training off
         if self._options.async_save and (wrapper := self.bucket_ddp) is not None and (module := self.lightning_module):
@@ -424,7 +422,6 @@ class BucketDDPStrategy(EachSampleOnce):
             return
         if self.lightning_module is not None:
             finetuning.add_trainable(checkpoint, self.lightning_module, self._trainable_at_setup)
-        if self.exact_resume is not None:
             self.exact_resume.add_to(checkpoint)
         if not self._saves_parts():
             self._end_writer()  # it may be writing a checkpoint of that name
@@ -493,24 +490,17 @@ class BucketDDPStrategy(EachSampleOnce):
             self._writer.settle()
         checkpoint_path = self.broadcast(checkpoint_path)  # a batch-size finder's has another name on each rank
         path = Path(checkpoint_path)
-        if checkpoints.is_checkpoint_directory(path):
-            assert self.lightning_module is not None
-            ranks = self._ranks()
-            found = checkpoints.load_weights(path, self.lightning_module, self.bucket_ddp, ranks, weights_only)
-        else:
-            found = super().load_checkpoint(checkpoint_path, weights_only)
-        if self.exact_resume is not None and self.lightning_module is not None:
-            self.exact_resume.look_into(found)
-        return found
+        if not checkpoints.is_checkpoint_directory(path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        assert self.lightning_module is not None
+        return checkpoints.load_weights(path, self.lightning_module, self.bucket_ddp, self._ranks(), weights_only)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self.lightning_module is not None:
             finetuning.restore_trainable(checkpoint, self.lightning_module)
         if self.bucket_ddp is not None:
-            self.bucket_ddp._passes.wrapped.resume_order(checkpoint.get(checkpoints.ORDER_KEY, []))
-            if self.exact_resume is not None:
-                self.exact_resume.restore(checkpoint)
+            self.exact_resume.restore(checkpoint)
         if (directory := checkpoint.get(checkpoints.DIRECTORY_KEY)) is None:
             super().load_optimizer_state_dict(checkpoint)
             return

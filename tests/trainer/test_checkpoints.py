@@ -1,7 +1,7 @@
 """Checkpoints are ``ddp``'s: each strategy resumes what the other saved. Fine-tuning is resumed; Lightning's tuner."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, 
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.tuner import Tuner
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from tests.lightning_models import Citizen, Regression, Relay, close_to, data, ddp, ours, scaler, trainer
 from tests.models import ConvBatchNorm, batch
@@ -247,11 +247,31 @@ AT_EPOCHS: dict[str, tuple[Options, Options]] = {
     "a module that asks for the number of steps": ({}, {"asks": True}),
     "persistent workers": ({}, {"persistent_workers": True}),
     "no workers": ({}, {"num_workers": 0}),
+    "a sampler of the user's": ({}, {"sampler": True}),
 }
 
 
+class Shifted(Sampler[int]):
+    """Has an order for each epoch, and does not say which epoch that is."""
+
+    _first = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._first = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(self._first + 5 * at) % 16 for at in range(8)])
+
+    def __len__(self) -> int:
+        return 8
+
+
 @pytest.mark.parametrize(
-    ("name", "shard"), some_slow(product(AT_EPOCHS, [False, True]), in_turn([*AT_EPOCHS][:4], [False, True]))
+    ("name", "shard"),
+    some_slow(
+        product(AT_EPOCHS, [False, True]),
+        [*in_turn([*AT_EPOCHS][:4], [False, True]), ("a sampler of the user's", False)],
+    ),
 )
 @on_ranks(2)
 def test_a_resumed_run_takes_the_samples_of_its_epochs(name: str, shard: bool, tmp_path: Path) -> None:
@@ -262,9 +282,11 @@ def test_a_resumed_run_takes_the_samples_of_its_epochs(name: str, shard: bool, t
     def run_to(epochs: int, folder: Path, path: Path | None = None) -> Ordered:
         model = Ordered(asks)
         callbacks = ModelCheckpoint(folder, save_last=True, **saves)
-        loader = DataLoader(torch.linspace(0, 1, 16)[:, None], 2, shuffle=True, **workers)
+        order: Options = {"sampler": Shifted()} if "sampler" in options else {"shuffle": True}
+        loader = DataLoader(torch.linspace(0, 1, 16)[:, None], 2, **order, **workers)
         strategy = ours(shard_optimizer=shard)
-        more = {"enable_checkpointing": True, "use_distributed_sampler": True, "num_sanity_val_steps": 0}
+        more = {"enable_checkpointing": True, "num_sanity_val_steps": 0}
+        more["use_distributed_sampler"] = "sampler" not in options
         fit = trainer(strategy, max_epochs=epochs, callbacks=callbacks, **more)
         fit.fit(model, loader, DataLoader(torch.ones(4, 1), 2) if validates else None, ckpt_path=path)
         dist.barrier()  # what rank 0 writes is there now

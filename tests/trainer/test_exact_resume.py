@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from lightning_bucketddp import BatchSizeFinder, PreemptionCheckpoint
 from lightning_bucketddp.reducer import skipping
@@ -167,6 +167,63 @@ def test_a_run_with_other_features_goes_on_bit_for_bit(name: str, tmp_path: Path
     assert all(map(torch.equal, undisturbed.state_dict().values(), resumed.state_dict().values()))
 
 
+class SavesAnywhere(Saves):
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.come("epoch begins")
+
+
+@pytest.mark.parametrize(("place", "batch"), [("batch", 2), ("epoch", 6), ("epoch begins", 6)])
+@on_ranks(2)
+def test_a_generator_of_the_users_goes_on(place: str, batch: int, tmp_path: Path) -> None:
+    def one(model: Remembers, seed: int, path: Path | None = None) -> Remembers:
+        torch.manual_seed(seed)
+        loader = DataLoader(Augmented(12), 2, shuffle=True, generator=torch.Generator().manual_seed(seed))
+        fits = trainer(ours(exact_resume=True), max_epochs=3, limit_val_batches=0, callbacks=[SavesAnywhere()])
+        fits.fit(model, loader, ckpt_path=path)
+        return model
+
+    undisturbed = one(Remembers(tmp_path, place, batch), 10 + dist.get_rank())
+    resumed = one(Remembers(tmp_path), 20 + dist.get_rank(), tmp_path / "saved.ckpt")
+    assert resumed.taken == undisturbed.taken[batch:] != []
+    assert all(map(torch.equal, undisturbed.parameters(), resumed.parameters()))
+
+
+class LessEachStep(Remembers):
+    """Has a scheduler that takes the loss of each step, and lowers the rate."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("now", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0, factor=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "now", "interval": "step"}}
+
+
+@on_ranks(1)
+def test_a_scheduler_that_follows_each_step_misses_none(tmp_path: Path) -> None:
+    undisturbed, resumed = LessEachStep(tmp_path, "batch", 2), LessEachStep(tmp_path)
+    for model, path in ((undisturbed, None), (resumed, resumed.path)):
+        fits = trainer(ours(exact_resume=True), max_epochs=1, limit_val_batches=0, callbacks=[Saves()])
+        fits.fit(model, DataLoader(Augmented(8), 2), ckpt_path=path)
+    assert resumed.taken == undisturbed.taken[2:] != []
+    assert resumed.told[0][-1] == undisturbed.told[0][-1]
+
+
+@on_ranks(1)
+def test_persistent_workers_of_a_validation_change_no_random_numbers(tmp_path: Path) -> None:
+    undisturbed, resumed = Remembers(tmp_path, "batch", 4), Remembers(tmp_path)
+    for model, path in ((undisturbed, None), (resumed, resumed.path)):
+        fits = trainer(ours(exact_resume=True), max_epochs=1, val_check_interval=2, callbacks=[Saves()])
+        samples = TensorDataset(torch.arange(4), torch.ones(4, 8))
+        validation = DataLoader(samples, 2, num_workers=1, persistent_workers=True)
+        fits.fit(model, DataLoader(Augmented(12), 2, shuffle=True), validation, ckpt_path=path)
+    assert resumed.taken == undisturbed.taken[4:] != []
+    assert resumed.told == undisturbed.told
+
+
 def in_order(taken: list[Any], batches: range) -> list[int]:
     """The samples of all ranks, in the order in which they take them."""
     steps = [zip(*(of_rank[at][1] for of_rank in taken), strict=True) for at in batches]
@@ -182,6 +239,32 @@ def test_another_number_of_ranks_takes_each_sample_that_is_left_once(run_ranks: 
     assert len(found) == 15, "3 ranks have equally many"
     assert [epoch for epoch, *_ in resumed.taken[0]] == [0] * 3 + [1] * 4
     assert "resumed on 3 ranks a run of 2: a batch of all ranks has 6 instead of 4 samples; 1 of those that are" in told
+
+
+class Notes(Saves):
+    """Notes torch's generator where an epoch begins."""
+
+    state = torch.empty(0)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.state = torch.get_rng_state()
+
+
+def with_the_generators_of_its_rank(folder: Path) -> None:
+    notes, rank, path = Notes(), dist.get_rank(), folder / "saved.ckpt"
+    given = {"ckpt_path": path, "callbacks": [notes], "max_epochs": 2}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "resumed on 3 ranks")
+        fit(Remembers(folder), ours(exact_resume=True), SAMPLER, 0, "epoch's end", 20, **given)
+    saved = [of_rank["generators"][2] for of_rank in torch.load(path, weights_only=True)[KEY]["ranks"]]
+    assert [torch.equal(notes.state, state) for state in saved] == [rank == 0, rank == 1]
+
+
+def test_at_another_number_ranks_that_were_there_go_on_with_their_random_numbers(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    run_ranks(2, run, tmp_path, "bucketddp", SAMPLER, 0, "epoch's end", False)
+    run_ranks(3, with_the_generators_of_its_rank, tmp_path)
 
 
 def run_and_hear(folder: Path) -> tuple[Run, str]:

@@ -207,6 +207,35 @@ def test_a_run_may_be_resumed_with_a_loader_of_another_kind(run_ranks: RunRanks,
     run_ranks(2, resumed_with_a_loader_of_another_kind, tmp_path)
 
 
+def with_the_option_and_without(folder: Path, saved: bool, resumed: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the checkpoint is of the middle|You're resuming from")
+        first, second = (Preempted(STEP, 3, (1,), signal.SIGTERM), Preempted())
+        assert run(folder, first, {"plain_loader": True}, {"exact_resume": saved}, seed=10)
+        path = str(folder / "preempted.ckpt")
+        assert not run(folder, second, {"plain_loader": True}, {"exact_resume": resumed}, seed=20, resume=path)
+    assert len(second.losses) == 2 * BATCHES - 3
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_exact_resume_may_be_chosen_or_left_out_at_a_restart(run_ranks: RunRanks, tmp_path: Path, saved: bool) -> None:
+    run_ranks(2, with_the_option_and_without, tmp_path, saved, not saved)
+
+
+def preempted_with_a_state(folder: Path) -> None:
+    assert run(folder, Preempted(STEP, 3, (1,), signal.SIGTERM), {}, {}, seed=10)
+
+
+def on_one_rank(folder: Path) -> None:
+    with pytest.raises(ValueError, match="expected 2 ranks for this checkpoint, as when it was saved, found 1"):
+        run(folder, Preempted(), {}, {}, seed=20, resume=str(folder / "preempted.ckpt"))
+
+
+def test_a_loaders_state_of_a_preempted_run_goes_to_as_many_ranks_alone(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(2, preempted_with_a_state, tmp_path)
+    run_ranks(1, on_one_rank, tmp_path)
+
+
 class Prefetching(pl.LightningModule):
     """Takes a batch more than it trains on, and gets a signal in its first step."""
 
