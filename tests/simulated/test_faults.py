@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, PreemptionCheckpoint, RankMismatchError
 from lightning_bucketddp.comm.groups import Group
@@ -68,6 +69,28 @@ def test_a_rank_that_raises_in_backward_is_heard_of_by_the_others() -> None:
     with pytest.raises(ArithmeticError if rank else PeerFailureError, match="no gradient today" if rank else "rank 1"):
         train()
     assert time.monotonic() - began < 30
+    simulated().clear()  # collectives of the pass are left under way
+
+
+@on_ranks(2, fresh=True)
+def test_a_rank_that_trains_another_part_than_expected_is_named() -> None:
+    """The parts have equal sizes. The host of rank 0 does not wait in a pass, and goes on."""
+    parts, rank = nn.ModuleList(nn.Linear(8, 4) for _ in range(2)).to(DEVICE), dist.get_rank()
+    model, optimizer = BucketDDP(parts), torch.optim.SGD(parts.parameters(), lr=0.1)
+
+    def train() -> None:
+        for step in range(50):
+            trained = (step + (rank == 1 and step == 9)) % 2
+            for at, part in enumerate(parts):
+                part.requires_grad_(at == trained)
+            optimizer.zero_grad()
+            parts[trained](batch(step, rank)[0].to(DEVICE)).square().mean().backward()
+            optimizer.step()
+
+    words = "rank 0 .* is in pass 9 .* while rank 1 .* wants to agree on the trainable parameters of pass 9"
+    with raises_soon(RankMismatchError, match=words):
+        train()
+    assert model.passes < 20, "rank 0 heard of it soon"
     simulated().clear()  # collectives of the pass are left under way
 
 
