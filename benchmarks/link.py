@@ -223,12 +223,12 @@ def chosen_peers(
         only: Parts of names; all peers if empty.
         among: Names of peers to choose from if ``only`` is empty; all if None.
         trainers_only: Leave out plain loops.
-        ranks_per_host: With one, peers in two levels are left out: they would have one.
+        ranks_per_host: With one, peers that ask for one level are left out: all have one.
     """
-    from peers import TWO_LEVELS, peers
+    from peers import ONE_LEVEL, peers
 
     def is_chosen(name: str) -> bool:
-        if ranks_per_host == 1 and TWO_LEVELS in name:
+        if ranks_per_host == 1 and ONE_LEVEL in name:
             return False
         if only:
             return any(part in name for part in only)

@@ -160,7 +160,7 @@ def _fairscale(**options: Any) -> Wrap:
     return wrap
 
 
-TWO_LEVELS = "two levels"
+ONE_LEVEL = "one level"
 """In the names of peers that need hosts of several ranks."""
 
 _BEST_FLAGS = {"gradient_as_bucket_view": True, "static_graph": True, "batched_grad_copy": True}
@@ -175,8 +175,8 @@ def peers() -> list[Peer]:
         Peer("ddp + ZeroRedundancyOptimizer", _ddp(gradient_as_bucket_view=True, bucket_cap_mb=2), _zero),
         Peer("bucketddp", _ours()),
         Peer("bucketddp_sharded", _ours(shard_optimizer=True)),
-        Peer(f"bucketddp, {TWO_LEVELS}", _ours(hierarchical=True)),
-        Peer(f"bucketddp_sharded, {TWO_LEVELS}", _ours(shard_optimizer=True, hierarchical=True)),
+        Peer(f"bucketddp, {ONE_LEVEL}", _ours(hierarchical=False)),
+        Peer(f"bucketddp_sharded, {ONE_LEVEL}", _ours(shard_optimizer=True, hierarchical=False)),
         *_low_precision_peers(),
         *_plain_peers(),
     ]

@@ -150,9 +150,9 @@ class Options:
             buckets of their own.
         hierarchical: Whether gradients are reduced in two levels where each of several nodes has several ranks:
             scattered inside a node, each part exchanged across nodes, gathered inside. Of M nodes, each sends
-            2 (M - 1) / M times the gradients' size, however many ranks it has. None: with ``wire_dtype``. One
-            level, with a warning, where nodes have different numbers of ranks, or a node's ranks do not follow each
-            other. Never with a communication hook.
+            2 (M - 1) / M times the gradients' size, however many ranks it has. None: on the CPU, and with
+            ``wire_dtype``. One level where nodes have different numbers of ranks, or a node's ranks do not follow each
+            other, with a warning if two were asked for. Never with a communication hook.
         shard_optimizer: SHARDED OPTIMIZER. Whether each rank's optimizer updates one shard of the parameters and holds
             state for this shard only. Gradients are reduce-scattered during backward; new parameters are gathered
             during the next forward. For element-wise optimizers (SGD, Adam, ...; see :func:`declare_element_wise`), and

@@ -113,12 +113,13 @@ class WrapperContext:
     def _ranks_each(self) -> int | None:
         """How many ranks each node has, if gradients are reduced in two levels; else None."""
         options, nodes = self.options, self.nodes
-        wanted = options.wire_dtype is not None if options.hierarchical is None else options.hierarchical
-        if not wanted or options.comm_hook is not None or nodes.count in (1, len(nodes.names)):
+        asked = options.wire_dtype is not None if options.hierarchical is None else options.hierarchical
+        by_default = options.hierarchical is None and not is_accelerator(self.device)
+        if not (asked or by_default) or options.comm_hook is not None or nodes.count in (1, len(nodes.names)):
             return None
         if nodes.ranks_each is not None and self.ranks.collectives.has_all_processes():
             return nodes.ranks_each
-        if self.ranks.rank == 0:
+        if asked and self.ranks.rank == 0:
             warnings.warn(
                 "rank 0: expected a process group of all processes, and nodes with as many ranks each that follow each "
                 f"other, where gradients are reduced in two levels; found {nodes.described}, among "

@@ -135,10 +135,11 @@ def test_stages_have_groups_of_their_own_and_threads_start_them() -> None:
 
 
 @on_ranks(4)
-def test_two_levels_are_chosen_by_the_option_or_with_a_wire_dtype() -> None:
+def test_two_levels_are_chosen_on_the_cpu_unless_the_option_says_otherwise() -> None:
     for ranks, options, two in (
-        (2, {}, False),
-        (2, {"shard_optimizer": True}, False),
+        (2, {}, True),
+        (2, {"hierarchical": False}, False),
+        (2, {"shard_optimizer": True}, True),
         (2, {"wire_dtype": BF16}, True),
         (2, {"hierarchical": False, "wire_dtype": BF16}, False),
         (2, {"comm_hook": "fp16"}, False),
@@ -167,6 +168,8 @@ def test_unequal_nodes_have_one_level_and_rank_0_warns() -> None:
         assert levels_of(ours) is None
         loss_at(ours).backward()
         ours.close()
+    with nodes_of_size(2):
+        assert levels_of(BucketDDP(seeded(Mlp))) is None, "nobody asked for two: no warning"
 
 
 @contextmanager

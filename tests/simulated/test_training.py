@@ -182,6 +182,7 @@ TWO_LEVELS: dict[str, dict[str, Any]] = {
 @on_ranks(4, cases=TWO_LEVELS, quick=["sharded, wire"])
 def test_two_levels_train_as_on_the_cpu(options: dict[str, Any]) -> None:
     with nodes_of_size(2):
+        assert BucketDDP(Mlp().to(DEVICE))._passes.wrapped.context.levels is None, "not by default"
         compare(Case(options, tolerance=1e-6))  # communicators add up in another order than gloo
         compare(Case(options, dtype=BF16, model=TwoStreams, tolerance=1e-2))
 
