@@ -33,8 +33,8 @@ def build_reducer(context: WrapperContext, hook: CommHook | None, participants: 
     """
     params, collectives = context.params, context.ranks.collectives
     table = SlotTable(params.named, params.sparse)
-    room = _control_up_to(context, hook)
-    planner = LayoutPlanner(table, context.options, collectives.world_size, context.nodes.one, room)
+    control_up_to = _control_up_to(context, hook)
+    planner = LayoutPlanner(table, context.options, collectives.world_size, context.nodes.one, control_up_to)
     buckets = Buckets(table, planner)
     storage = _storage(context, table, buckets, planner, hook)
     reduction = _reduction(context, storage, hook)
