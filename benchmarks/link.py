@@ -124,13 +124,17 @@ def worker(rank: int, folder: Path) -> None:
             getattr(measured, kind).append(seconds)
         for peer in chosen if number % 2 == 0 else reversed(chosen):
             passes: list[Any] = []
+            busy: list[float] = []
             model = paced(job.case.sizes, job.case.forward_ms, job.case.backward_ms)
             try:
-                times = step_times(peer, model, WARM_UP + job.steps, passes, num_nodes=2)
+                times = step_times(peer, model, WARM_UP + job.steps, passes, num_nodes=2, busy=busy)
             except Exception as error:  # now: the traceback comes after the other rank's output
                 print(f"{peer.name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 raise
             measured.steps.setdefault(peer.name, []).append(median(times[WARM_UP:]))
+            everyones_busy = torch.tensor(busy[-1] - busy[WARM_UP])
+            dist.all_reduce(everyones_busy)
+            measured.busy.setdefault(peer.name, []).append(everyones_busy.item() / job.steps)
             if passes:
                 counted = passes[WARM_UP:]
                 both = [record.backward_seconds for record in counted], [record.exposed_seconds for record in counted]

@@ -29,6 +29,7 @@ class Measured:
         forward: Its forward, in the same manner.
         optimizer: A step of the optimizer, on all parameters.
         passes: By peer of this package, the median times of backward, and from its end until gradients were published.
+        busy: By peer, the processor time of all ranks in a step.
         skipped: By peer, why it did not run.
         sizes: Parameters of each layer.
         ranks: How many ranks there are, on two hosts.
@@ -40,6 +41,7 @@ class Measured:
     forward: list[float] = field(default_factory=list)
     optimizer: list[float] = field(default_factory=list)
     passes: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    busy: dict[str, list[float]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     sizes: Sequence[int] = EVEN
     ranks: int = 2
@@ -86,7 +88,7 @@ class Measured:
 def described(case: Case, measured: Measured) -> str:
     """Return the table of one case, with its heading."""
     shipped = measured.steps[SHIPPED]
-    lines = [["peer", "step ms", "of ddp's", "hidden", "backward ms", "then ms"]]
+    lines = [["peer", "step ms", "of ddp's", "hidden", "busy ms", "backward ms", "then ms"]]
     for peer, steps in measured.steps.items():
         passes = measured.passes.get(peer, [])
         lines.append(
@@ -95,6 +97,7 @@ def described(case: Case, measured: Measured) -> str:
                 f"{median(steps) * 1e3:.0f}",
                 f"{paired_ratio(steps, shipped):.3f}",
                 "" if peer.startswith(UNSYNCHRONISED) else f"{measured.hidden(peer):.0%}",
+                f"{median(measured.busy[peer]) * 1e3:.0f}",
                 *(f"{median(times) * 1e3:.0f}" for times in zip(*passes, strict=True)),
                 *([] if passes else ["", ""]),
             ]
@@ -108,7 +111,7 @@ def described(case: Case, measured: Measured) -> str:
             }
             for name, bound in bounds.items():
                 share = "100%" if name == BOUND else ""
-                cells = [f"{bound * 1e3:.0f}", f"{bound / median(shipped):.3f}", share, "", ""]
+                cells = [f"{bound * 1e3:.0f}", f"{bound / median(shipped):.3f}", share, "", "", ""]
                 lines.append([name + PLAIN * plain, *cells])
     head = (
         f"{case.name}: {case.rate:g} Gbit/s, backward / all-reduce {case.ratio:.2f}; {case.forward_ms:.1f} ms forward "
@@ -130,6 +133,7 @@ hidden: share of the part of an all-reduce that backward can hide; 0 % for an al
         sends or waits for more, over 100 % if forward hides some too or the optimizer's work is divided
 bound for a sharded optimizer: the unsynchronised step with the optimizer's work divided, plus the parts of a
         reduce-scatter and an all-gather that backward and forward cannot hide
+busy: processor time of all ranks in a step
 backward, then: from this package's last_pass(): backward, and from its end until gradients were published
 FairScale's ShardedDDP runs with torch 2.13 on gloo as it is; gradients must be cleared with its own zero_grad()
 """

@@ -251,13 +251,14 @@ class _Trained(pl.LightningModule):
 class _Clock(pl.Callback):
     """Notes when batches begin, without the time for reading the passes' records."""
 
-    def __init__(self, passes: list[PassRecord]) -> None:
+    def __init__(self, passes: list[PassRecord], busy: list[float]) -> None:
         self.at: list[float] = []
-        self.passes = passes
+        self.passes, self.busy = passes, busy
         self._reading = 0.0
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.at.append(time.perf_counter() - self._reading)
+        self.busy.append(time.process_time())
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         begin = time.perf_counter()
@@ -271,7 +272,12 @@ def _read_pass(module: nn.Module | None, passes: list[PassRecord]) -> None:
 
 
 def step_times(
-    peer: Peer, net: nn.Sequential, steps: int, passes: list[PassRecord] | None = None, num_nodes: int = 1
+    peer: Peer,
+    net: nn.Sequential,
+    steps: int,
+    passes: list[PassRecord] | None = None,
+    num_nodes: int = 1,
+    busy: list[float] | None = None,
 ) -> list[float]:
     """Train, and return the seconds of each of ``steps`` steps, the first ones included.
 
@@ -281,11 +287,12 @@ def step_times(
         steps: How many.
         passes: Gets the record of each pass, for peers of this package.
         num_nodes: How many nodes a Trainer is told of.
+        busy: Gets the processor time of this process, in seconds, as each step begins, and at the end.
     """
-    passes = [] if passes is None else passes
+    passes, busy = [] if passes is None else passes, [] if busy is None else busy
     if peer.strategy is None:
-        return _plain_steps(peer, net, steps, passes)
-    clock = _Clock(passes)
+        return _plain_steps(peer, net, steps, passes, busy)
+    clock = _Clock(passes, busy)
     data = DataLoader(TensorDataset(torch.zeros(steps + 1, 1)))
     strategy = peer.strategy()
     if peer.synchronised:
@@ -308,11 +315,14 @@ def step_times(
     return [end - begin for begin, end in pairwise(clock.at)]
 
 
-def _plain_steps(peer: Peer, net: nn.Sequential, steps: int, passes: list[PassRecord]) -> list[float]:
+def _plain_steps(
+    peer: Peer, net: nn.Sequential, steps: int, passes: list[PassRecord], busy: list[float]
+) -> list[float]:
     assert peer.wrap is not None
     module, optimizer = peer.wrap(net, peer.optimizer)
     times = []
     for _ in range(steps):
+        busy.append(time.process_time())
         begin = time.perf_counter()
         # Not the optimizer's zero_grad(): FairScale's buckets would keep the gradients of the last step.
         module.zero_grad()
@@ -320,6 +330,7 @@ def _plain_steps(peer: Peer, net: nn.Sequential, steps: int, passes: list[PassRe
         optimizer.step()
         times.append(time.perf_counter() - begin)
         _read_pass(module, passes)
+    busy.append(time.process_time())
     if isinstance(module, BucketDDP):
         module.close()
     return times

@@ -83,6 +83,10 @@ class Collectives(Group):
         subgroup._backend_averages, subgroup.made_of = self._backend_averages, members
         return subgroup
 
+    def split_by_node(self, members: Sequence[Sequence[int]]) -> Collectives:
+        """Make subgroups as :meth:`split` does, of ranks that share a node."""
+        return self.split(members)
+
     def stage(self, number: int) -> Collectives:
         """The collectives for a stage of reductions: these ones, unless the stage has a group of its own."""
         return self.of_stage.get(number, self)
@@ -130,8 +134,8 @@ class Collectives(Group):
     ) -> Stages:
         """Replace ``flat`` by its mean over the ranks. All ranks end with the same bits.
 
-        In low precision there are two stages, an all-to-all of shards, which are summed in fp32, and an all-gather of
-        their means.
+        In low precision two ranks gather all values and sum them in fp32. More ranks have two stages: an all-to-all of
+        shards, which are summed in fp32, and an all-gather of their means, which are rounded.
 
         Args:
             flat: 1-D, floating or complex, contiguous.
@@ -155,23 +159,27 @@ class Collectives(Group):
 
     def _mean_in(self, dtype: torch.dtype, flat: Tensor, pack: Pack, second: Collectives) -> Stages:
         sent = wire.message_in(dtype, flat, pack, self.world_size)
+        flat = wire.real(flat)
+        if self.world_size == 2:  # an all-gather has as many bytes, and is one round
+            received = sent.new_empty(2 * sent.numel())
+            yield Stage(self._gather(received, sent), (sent, received))
+            self._average(wire.values_of(received).view(2, -1)[:, : flat.numel()], flat)
+            return
         received, handle = self._exchange(sent, with_own=True)
         yield Stage(handle, (sent, received))
-        values, part = wire.values_of(received), self.shard(sent)  # rounds: this rank keeps what the others get
-        if values is received:
-            self._average(values, part)
-        else:
-            mean = values[: values.numel() // self.world_size]
-            self._average(values, mean)
+        parts, part = wire.values_of(received).view(self.world_size, -1), self.shard(sent)
+        if dtype is torch.int8:
+            mean = torch.empty_like(parts[0])
+            self._average(parts, mean)
             wire.write_8_bits(mean, part)
+        else:
+            self._average(parts, part)  # rounds: this rank keeps what the others get
         yield Stage(second._gather(sent))
-        flat = wire.real(flat)
         flat.copy_(wire.values_of(sent)[: flat.numel()])
 
-    def _average(self, received: Tensor, out: Tensor) -> None:
-        """Write the mean of the ranks' parts, which have arrived one after the other, summed in fp32 at least."""
-        parts = received.view(self.world_size, -1)[:, : out.numel()]
-        total = torch.sum(parts, 0, dtype=torch.promote_types(received.dtype, torch.float32))  # one kernel
+    def _average(self, parts: Tensor, out: Tensor) -> None:
+        """Write the mean of the ranks' parts (ranks, elements), summed in fp32 at least."""
+        total = torch.sum(parts, 0, dtype=torch.promote_types(parts.dtype, torch.float32))  # one kernel
         out.copy_(total.mul_(1.0 / self.world_size))
 
     # -- shards --------------------------------------------------------------------------------------
@@ -215,7 +223,8 @@ class Collectives(Group):
         sent = wire.message_in(dtype, flat, pack, self.world_size)
         received, handle = self._exchange(sent, with_own=True)
         yield Stage(handle, (sent, received))
-        self._average(wire.values_of(received), wire.real(self.shard(flat)))
+        shard = wire.real(self.shard(flat))
+        self._average(wire.values_of(received).view(self.world_size, -1)[:, : shard.numel()], shard)
 
     def all_gather_shards(self, flat: Tensor) -> Work:
         """Start filling ``flat`` with every rank's :meth:`shard` of it, in place.
@@ -227,10 +236,15 @@ class Collectives(Group):
             return Work()
         return self._work(iter([Stage(self._gather(flat))]), flat)
 
-    def _gather(self, flat: Tensor) -> Handle:
-        """Start filling ``flat`` with every rank's shard, where all shards have one length."""
+    def gather(self, flat: Tensor) -> Stages:
+        """Fill ``flat`` with every rank's :meth:`shard` of it, as :meth:`all_gather_shards` does."""
+        yield Stage(self._gather(flat))
+
+    def _gather(self, flat: Tensor, mine: Tensor | None = None) -> Handle:
+        """Start filling ``flat`` with every rank's shard, which is there or ``mine``; all shards have one length."""
         values = wire.real(flat)
-        return dist.all_gather_single(values, self.shard(values), group=self.group, async_op=True)
+        mine = self.shard(values) if mine is None else mine
+        return dist.all_gather_single(values, mine, group=self.group, async_op=True)
 
     def _exchange(self, sent: Tensor, with_own: bool) -> tuple[Tensor, Handle]:
         """Start giving each rank its part of all ranks' ``sent``; return memory for the parts, by rank.

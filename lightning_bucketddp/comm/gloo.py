@@ -1,7 +1,8 @@
 """What is gloo's alone: better ways for CPU ranks than gloo's own collectives.
 
 gloo's all-reduce and all-gather take several rounds, each as long as the latency of the network. Its reduce-scatter
-takes longer than its all-reduce. Its one thread per device reads a message to its end before it writes again.
+takes longer than its all-reduce. Its one thread per device reads a message to its end before it writes again. Inside a
+node, too, it sends through sockets: the system copies each byte twice.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from lightning_bucketddp.comm import wire
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.work import Handle, Handles, Stage, Stages, Work
+from lightning_bucketddp.comm.shared_memory import shared_memory
+from lightning_bucketddp.comm.work import FutureHandle, Handle, Handles, Stage, Stages, Work, wait_for
 
 SHORT_BYTES = 256 * 1024
 """Up to this many bytes per rank, ranks send each other everything at once. These are more bytes than gloo's own
@@ -68,6 +70,12 @@ class GlooCollectives(Collectives):
         subgroup.all_reduce_sum(torch.zeros(1)).wait()
         return subgroup
 
+    def split_by_node(self, members: Sequence[Sequence[int]]) -> Collectives:
+        """Make subgroups of ranks that share a node. They read each other's memory where the system lets them."""
+        subgroup = self.split(members)
+        memory = shared_memory(_FIRST_BYTES * subgroup.world_size, subgroup.exchange_objects, subgroup.rank == 0)
+        return subgroup if memory is None else _NodeCollectives(subgroup, memory)
+
     def scale(self, dtype: torch.dtype) -> float | None:
         """As on any backend. But gloo divides exact dtypes in a second walk through memory: packing does, instead."""
         exact = self.world_size > 1 and dtype in (torch.float32, torch.float64)
@@ -80,25 +88,22 @@ class GlooCollectives(Collectives):
         in_place = sent.dtype is torch.float32 and sent.data_ptr() == flat.data_ptr()
         received, handle = self._exchange(sent, with_own=not in_place)
         yield Stage(handle, (sent, received))
-        self._average(received, wire.real(self.shard(flat)))
+        shard = wire.real(self.shard(flat))
+        self._average(received.view(self.world_size - in_place, -1)[:, : shard.numel()], shard)
 
-    def _average(self, received: Tensor, out: Tensor) -> None:
-        """As on any backend. Here one sum after the other is faster than ``torch.sum``.
-
-        Args:
-            received: The parts that have arrived, perhaps without this rank's own, which is in ``out`` then.
-            out: For the mean.
-        """
-        without_own = received.numel() < self.world_size * out.numel()
-        parts = [part[: out.numel()] for part in received.view(self.world_size - without_own, -1)]
-        if without_own:
-            parts.insert(self.rank, out)
+    def _average(self, parts: Tensor, out: Tensor) -> None:
+        """As on any backend. The parts may come without this rank's own, which is in ``out`` then."""
+        without_own = len(parts) < self.world_size
+        if parts.dtype is out.dtype is torch.float32 and not without_own:
+            torch.sum(parts, 0, out=out)
+            out.mul_(1.0 / self.world_size)
+            return
         for start in range(0, out.numel(), _CACHED_NUMEL):  # in stretches short enough for caches
-            first, *others = (part[start : start + _CACHED_NUMEL] for part in parts)
-            total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
-            for other in others:
-                total.add_(other)
-            out[start : start + _CACHED_NUMEL].copy_(total.mul_(1.0 / self.world_size))
+            stretch = slice(start, start + _CACHED_NUMEL)
+            total = torch.sum(parts[:, stretch], 0, dtype=torch.promote_types(parts.dtype, torch.float32))
+            if without_own:
+                total.add_(out[stretch])
+            out[stretch].copy_(total.mul_(1.0 / self.world_size))
 
     def sum(self, tensor: Tensor, pack: Callable[[], None] | None = None) -> Stages:
         """Replace ``tensor`` by its sum. If it is short, each rank sends it to all others and adds up by itself."""
@@ -117,16 +122,17 @@ class GlooCollectives(Collectives):
         """As on any backend, for every dtype that torch has."""
         return super().all_gather_shards(flat.view(torch.uint8))
 
-    def _gather(self, flat: Tensor) -> Handle:
-        mine = self.shard(flat)
+    def _gather(self, flat: Tensor, mine: Tensor | None = None) -> Handle:
+        mine = self.shard(flat) if mine is None else mine
         if flat.nbytes <= SHORT_BYTES:
             return self.group.all_to_all_single(flat, torch.cat([mine] * self.world_size), [], [])
         if not self._in_pieces(flat):
-            return super()._gather(flat)
-        parts = [part.split(PIECE_BYTES // flat.element_size()) for part in flat.view(self.world_size, -1)]
+            return super()._gather(flat, mine)
+        step = PIECE_BYTES // flat.element_size()
+        parts = [part.split(step) for part in flat.view(self.world_size, -1)]
         return Handles([
-            dist.all_gather(list(pieces), pieces[self.rank], group=self.group, async_op=True)
-            for pieces in zip(*parts, strict=True)
+            dist.all_gather(list(pieces), piece, group=self.group, async_op=True)
+            for *pieces, piece in zip(*parts, mine.split(step), strict=True)
         ])  # fmt: skip
 
     def _exchange(self, sent: Tensor, with_own: bool) -> tuple[Tensor, Handle]:
@@ -138,6 +144,91 @@ class GlooCollectives(Collectives):
         """Whether what each rank gets of ``flat`` travels in pieces."""
         return flat.nbytes > self.world_size * LONG_BYTES
 
+
+class _NodeCollectives(GlooCollectives):
+    """Collectives of ranks that share a node: shards travel through memory.
+
+    Each rank has two slots there, which messages use in turn. It writes into its own, meets the others, and reads::
+
+        slot of rank 0   | . . | . . |     reduce-scatter: rank 1 averages the second parts of all slots
+        slot of rank 1   | . . | . . |     all-gather: each slot has one part, and all ranks copy all slots
+
+    A rank meets the others when it has read the message before. So when they have met, the slots of the message before
+    are free for the next one. The messages of a group start in one order, on every rank.
+
+    Args:
+        subgroup: The collectives of these ranks through sockets.
+        memory: The memory that they share.
+    """
+
+    def __init__(self, subgroup: Collectives, memory: Tensor) -> None:
+        super().__init__(subgroup.group, subgroup.device)
+        self._backend_averages, self.made_of = subgroup._backend_averages, subgroup.made_of
+        self._slots, self._turn = self._cut(memory), 0
+        self._met: Handle = Handles(())
+        self._read = torch.futures.Future[None]()  # the last message
+        self._read.set_result(None)
+
+    def _cut(self, memory: Tensor) -> Tensor:
+        """Two slots for each rank: (2, ranks, bytes)."""
+        return memory.view(2, self.world_size, -1)
+
+    def _message(self, nbytes: int, write: Callable[[Tensor], object], read: Callable[[Tensor], object]) -> Stages:
+        """Exchange a message.
+
+        Args:
+            nbytes: Its length, the same on all ranks.
+            write: Writes it into this rank's slot.
+            read: Reads the slots (ranks, bytes).
+        """
+        wait_for(self._met)
+        if nbytes > self._slots.shape[-1]:
+            self._slots = self._cut(self._larger(2 * self.world_size * nbytes))
+        self._turn = 1 - self._turn
+        slots = self._slots[self._turn, :, :nbytes]
+        write(slots[self.rank])
+        before, self._read = self._read, torch.futures.Future[None]()
+        wait_for(FutureHandle(before))
+        before.wait()
+        done, nothing = self._read, torch.zeros(2, self.world_size, dtype=torch.uint8)
+        self._met = self.group.all_to_all_single(nothing[0], nothing[1], [], [])
+        yield Stage(self._met, (nothing,))
+        read(slots)
+        done.set_result(None)
+
+    def _larger(self, nbytes: int) -> Tensor:
+        memory = shared_memory(nbytes, self.exchange_objects, self.rank == 0)
+        if memory is None:
+            raise RuntimeError(
+                f"place {self.rank} on its node: expected {nbytes} bytes of memory that all of its ranks can open, "
+                "found none, though there was some before; hierarchical=False needs none"
+            )
+        return memory
+
+    def _scatter(self, flat: Tensor, pack: wire.Pack) -> Stages:
+        """In memory. The length is a multiple of the number of ranks."""
+        values, mean = wire.real(flat), wire.real(self.shard(flat))
+
+        def write(slot: Tensor) -> None:
+            if flat.is_complex():
+                pack()
+                slot.view(values.dtype).copy_(values)
+            else:
+                pack(memory=slot.view(flat.dtype))
+
+        def read(slots: Tensor) -> None:
+            self._average(slots.view(values.dtype).unflatten(1, (self.world_size, -1))[:, self.rank], mean)
+
+        return self._message(flat.nbytes, write, read)
+
+    def gather(self, flat: Tensor) -> Stages:
+        """In memory."""
+        parts = flat.view(torch.uint8).view(self.world_size, -1)
+        return self._message(parts.shape[1], lambda slot: slot.copy_(parts[self.rank]), parts.copy_)
+
+
+_FIRST_BYTES = 64
+"""Memory per rank until the first message, which is longer."""
 
 _CACHED_NUMEL = 65536
 """Elements that several operations work on before the next ones: 256 KiB of fp32, which stay in the cache."""

@@ -243,9 +243,11 @@ class _State:
         self.ended = threading.Event()
         self.error: BaseException | None = None
 
-    def raise_if_ended(self) -> None:
+    def raise_if_over(self) -> None:
         if self.ended.is_set():
             raise RuntimeError("the wrapper was closed")
+        if self.error is not None:
+            raise self.error
 
 
 def _start_thread() -> SimpleQueue[_ThreadWork | None]:
@@ -280,13 +282,11 @@ class _ThreadWork(Work):
     def advance(self) -> bool:
         """Wait for the present stage, and start the next. Returns whether there is one to wait for."""
         try:
-            self._state.raise_if_ended()
-            if self._state.error is not None:
-                raise self._state.error
-            if self._stage is not None:
-                with polling(self._state.raise_if_ended):
+            self._state.raise_if_over()
+            with polling(self._state.raise_if_over):
+                if self._stage is not None:
                     wait_for(self._stage.handle)
-            self._stage = next(self._stages, None)
+                self._stage = next(self._stages, None)
             if self._stage is not None:
                 return True
         except BaseException as error:  # raised by every wait

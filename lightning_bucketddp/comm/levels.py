@@ -44,7 +44,8 @@ class Levels:
         ranks = range(collectives.world_size)
         nodes = [ranks[first : first + ranks_each] for first in ranks[::ranks_each]]
         places = [ranks[first + at : first + size : ranks_each] for first in ranks[::size] for at in range(ranks_each)]
-        self.near, self.far, self.near_last = (collectives.split(parts) for parts in (nodes, places, nodes))
+        self.near, self.far = collectives.split_by_node(nodes), collectives.split(places)
+        self.near_last = collectives.split_by_node(nodes)
         self.far_again = collectives.split(places) if far_twice else self.far
         self._before_last = 3 if far_twice else 2
 
@@ -73,7 +74,7 @@ class Levels:
             yield stage
         # Where threads start stages, the one that starts the last is the same for buckets with one stage across.
         yield from [Stage(Handles(()))] * rest
-        yield Stage(self.near_last._gather(wire.real(flat)))
+        yield from self.near_last.gather(wire.real(flat))
 
     def reduce_scatter(self, flat: Tensor, pack: Pack, wire_dtype: torch.dtype | None) -> Stages:
         """Replace this rank's :meth:`shard` of ``flat`` by its mean; see :meth:`Collectives.reduce_scatter`."""
@@ -86,8 +87,8 @@ class Levels:
     def gather(self, flat: Tensor) -> Stages:
         """Fill ``flat``, of any dtype, with every rank's :meth:`shard` of it, in place."""
         flat = flat.view(torch.uint8)
-        yield Stage(self.far_again._gather(self.near.shard(flat)))
-        yield Stage(self.near_last._gather(flat))
+        yield from self.far_again.gather(self.near.shard(flat))
+        yield from self.near_last.gather(flat)
 
 
 def near_first(

@@ -126,7 +126,8 @@ class GradBuffers:
         if sum(grad.numel() for grad in grads) < memory.numel():
             memory.zero_()
         places = [self._layout.slots[slot] for slot in slots]
-        views = [memory.as_strided(at.spec.shape, at.spec.strides, at.offset - bucket.start) for at in places]
+        begin = memory.storage_offset() - bucket.start
+        views = [memory.as_strided(at.spec.shape, at.spec.strides, begin + at.offset) for at in places]
         if views:
             torch._foreach_copy_(views, list(grads))
 
