@@ -5,9 +5,8 @@ a gradient buffer has to cope with. What a rank may do alone (which stages it ta
 drawn per rank, all else once. ``draw_case`` at the end of the file draws a case from the parts before it.
 """
 
-import pprint
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from random import Random
 from typing import Any
 
@@ -181,7 +180,20 @@ class Case:
     rounds: tuple[Round, ...]
 
     def __str__(self) -> str:
-        return pprint.pformat(self, width=160, compact=True)
+        rounds = [f"round {number}: {in_short(each)}" for number, each in enumerate(self.rounds)]
+        return "\n".join([in_short(replace(self, rounds=())), *rounds])
+
+
+def in_short(value: Any) -> str:
+    """A value in words, without the attributes that are empty or off. Flags are digits."""
+    if is_dataclass(value):
+        attributes = ((field.name, getattr(value, field.name)) for field in fields(value))
+        shown = [f"{name}={in_short(each)}" for name, each in attributes if each not in (None, False, "", ())]
+        return f"{type(value).__name__}({', '.join(shown)})"
+    if isinstance(value, tuple):
+        flags = all(isinstance(each, bool) for each in value)
+        return "".join(str(int(each)) for each in value) if flags else f"({', '.join(map(in_short, value))})"
+    return repr(value)
 
 
 def synchronised(this_round: Round, backward: Backward) -> bool:

@@ -352,7 +352,7 @@ def run_case(seed: int, sharded: bool) -> list[str]:
     except BaseException as error:
         number = run.number if run else 0
         so_far = replace(case, rounds=case.rounds[: number + 1])
-        raise AssertionError(f"{RERUN}{seed}\nfailed in round {number}, the last one of\n{so_far}") from error
+        raise AssertionError(f"{RERUN}{seed}\nfailed in the last round of\n{so_far}") from error
     return run.digests
 
 
