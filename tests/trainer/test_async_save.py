@@ -62,7 +62,7 @@ class Logging(Regression):
         self.log("seen", self.seen)
 
 
-def fits(*callbacks: pl.Callback, strategy: Any = None, **options: Any) -> pl.Trainer:
+def trainer_with(*callbacks: pl.Callback, strategy: Any = None, **options: Any) -> pl.Trainer:
     """A Trainer; with ``async_save=True`` and a sharded optimizer unless another strategy is given."""
     strategy = strategy or ours(shard_optimizer=True)
     return trainer(strategy, callbacks=list(callbacks), enable_checkpointing=True, **options)
@@ -89,10 +89,13 @@ class LateThread(ThreadPoolExecutor):
             assert self.awaited.wait(60), "nobody waits"
             task()
 
+        def result() -> Any:
+            self.awaited.set()
+            return original()
+
         self.awaited.clear()
         future = super().submit(run)
-        result = future.result
-        future.result = lambda: (self.awaited.set(), result())[1]  # type: ignore[method-assign,misc]
+        original, future.result = future.result, result  # type: ignore[method-assign,assignment]
         return future
 
     def shutdown(self, *given: Any, **options: Any) -> None:
@@ -101,6 +104,7 @@ class LateThread(ThreadPoolExecutor):
 
 
 def writing_late() -> AbstractContextManager[object]:
+    """Checkpoints of trainings that begin in this context are written by a ``LateThread``."""
     return patch.object(checkpoint_writer, "ThreadPoolExecutor", LateThread)
 
 
@@ -126,7 +130,7 @@ def test_a_checkpoint_holds_the_values_of_its_moment_though_training_goes_on(kin
         if step in (2, 4):  # they are saved after this call
             expected[step] = values_of(runs)
 
-    runs = fits(
+    runs = trainer_with(
         At("on_train_batch_end", note), saving(tmp_path, every=2), strategy=ours(**options), precision=precision
     )
     with writing_late():
@@ -147,7 +151,7 @@ def test_a_checkpoint_holds_the_values_of_its_moment_though_training_goes_on(kin
 
 @on_ranks(2)
 def test_each_rank_writes_its_own_parts(tmp_path: Path) -> None:
-    fits(saving(tmp_path)).fit(Logging(), data(1))
+    trainer_with(saving(tmp_path)).fit(Logging(), data(1))
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "step=1.ckpt").glob("*.distcp")}
     assert sorted(sizes) == ["__0_0.distcp", "__1_0.distcp"]
     assert min(sizes.values()) > 0.4 * max(sizes.values())
@@ -161,7 +165,7 @@ def test_callbacks_keep_the_same_checkpoints_as_without_the_option(asynchronous:
     unnumbered = saving(tmp_path, keep=2, monitor="again", mode="max", name="best")
     replaced = saving(tmp_path, keep=1, name="only")
     callbacks = rising, falling, unnumbered, replaced
-    runs = fits(*callbacks, strategy=ours(shard_optimizer=True, async_save=asynchronous))
+    runs = trainer_with(*callbacks, strategy=ours(shard_optimizer=True, async_save=asynchronous))
     with writing_late():
         runs.fit(Logging(), data(3))
     dist.barrier()
@@ -188,7 +192,7 @@ def test_an_old_checkpoint_is_removed_when_the_new_one_is_there(tmp_path: Path) 
 
     original = pl.strategies.DDPStrategy.remove_checkpoint
     with writing_late(), patch.object(pl.strategies.DDPStrategy, "remove_checkpoint", remove):
-        fits(saving(tmp_path, keep=1, monitor="at", mode="max", save_last=True)).fit(Logging(), data(3))
+        trainer_with(saving(tmp_path, keep=1, monitor="at", mode="max", save_last=True)).fit(Logging(), data(3))
     if dist.get_rank() == 0:
         assert there == {"step=1": {"step=1", "step=2", "last"}, "step=2": {"step=2", "step=3", "last"}}
     dist.barrier()
@@ -204,7 +208,7 @@ def test_a_second_checkpoint_in_a_step_waits_only_if_it_has_the_same_name(tmp_pa
             runs.lightning_module.seen += 1
 
     with writing_late():
-        fits(At("on_train_batch_end", save_three)).fit(Logging(), data(1))
+        trainer_with(At("on_train_batch_end", save_three)).fit(Logging(), data(1))
     (found,) = trainer(ours()).test(Logging(), data(1), ckpt_path=tmp_path / "same.ckpt", verbose=False)
     assert found == {"seen": 3}, "the last one is there"
 
@@ -220,12 +224,12 @@ def test_loading_waits_for_the_checkpoint_that_is_written(tmp_path: Path) -> Non
         torch.testing.assert_close(runs.lightning_module.state_dict(), expected, rtol=0, atol=0)
 
     with writing_late():
-        fits(At("on_train_batch_end", save_and_load)).fit(Logging(), data(1))
+        trainer_with(At("on_train_batch_end", save_and_load)).fit(Logging(), data(1))
 
 
 @on_ranks(2)
 def test_a_checkpoint_outside_of_training_is_there_when_the_call_returns(tmp_path: Path) -> None:
-    runs, model, again = fits(), Logging(), Logging()
+    runs, model, again = trainer_with(), Logging(), Logging()
     with writing_late():
         runs.fit(model, data(1))
         runs.save_checkpoint(tmp_path / "after.ckpt")
@@ -239,7 +243,7 @@ def test_training_after_a_search_for_a_learning_rate_has_its_thread_again(tmp_pa
     """The search saves, trains, and ends that training."""
     there: list[set[str]] = []
     note = At("on_train_batch_end", lambda runs: there.append(complete(tmp_path)))
-    runs, model = fits(note, saving(tmp_path), default_root_dir=tmp_path / "root"), Logging()
+    runs, model = trainer_with(note, saving(tmp_path), default_root_dir=tmp_path / "root"), Logging()
     with writing_late():
         Tuner(runs).lr_find(model, data(3), num_training=3, early_stop_threshold=None)
         assert complete(tmp_path) == set()
@@ -283,7 +287,7 @@ def fail_to_name() -> AbstractContextManager[object]:
 def test_a_failed_write_is_raised_on_all_ranks_and_the_checkpoint_before_stays(
     fails: Any, kept: set[str], tmp_path: Path
 ) -> None:
-    runs = fits(saving(tmp_path, every=2, keep=1))
+    runs = trainer_with(saving(tmp_path, every=2, keep=1))
     with fails(), raises_soon(RuntimeError, match=r"^saving to .*/step=\d.ckpt failed on rank \d: OSError: no space"):
         runs.fit(Logging(), data(4))
     assert runs.global_step == 4
@@ -306,14 +310,14 @@ def fail_in_step(step: int, rank: int | None = None) -> At:
 @on_ranks(2)
 def test_a_failed_write_is_logged_where_an_exception_comes_first(tmp_path: Path) -> None:
     with fail_on(1, "step=2"), logged("lightning_bucketddp") as said, pytest.raises(ArithmeticError):
-        fits(fail_in_step(4), saving(tmp_path, every=2)).fit(Logging(), data(4))
+        trainer_with(fail_in_step(4), saving(tmp_path, every=2)).fit(Logging(), data(4))
     assert any("rank" in text and "step=2.ckpt failed" in text and "no space left" in text for text in said), said
 
 
 @on_ranks(2, fresh=True)
 def test_an_exception_waits_for_the_checkpoint_that_is_written(tmp_path: Path) -> None:
     with writing_late(), raises_soon(ArithmeticError if dist.get_rank() == 1 else PeerFailureError):
-        fits(fail_in_step(4, rank=1), saving(tmp_path, every=2)).fit(Logging(), data(4))
+        trainer_with(fail_in_step(4, rank=1), saving(tmp_path, every=2)).fit(Logging(), data(4))
     assert complete(tmp_path) == {"step=2"}
 
 
@@ -327,7 +331,7 @@ def test_a_preempted_job_waits_for_the_checkpoint_that_is_written(tmp_path: Path
     at_the_exception: list[set[str]] = []
     look = At("on_exception", lambda runs: at_the_exception.append(complete(tmp_path)))
     with writing_late(), pytest.raises(SIGTERMException):
-        fits(*callbacks, look).fit(Logging(), data(6))
+        trainer_with(*callbacks, look).fit(Logging(), data(6))
     assert at_the_exception == [{"step=2", "preempted"}]
     assert complete(tmp_path) == {"step=2", "preempted"}
 
@@ -348,10 +352,10 @@ def break_off(kind: str, fault: str, folder: Path) -> None:
     note = At("on_train_batch_start", lambda runs: went_on.set() if runs.global_step == 2 else None)
     if kind == "ddp":
         writes, name = TorchCheckpointIO, "save_checkpoint"
-        runs = fits(note, saving(folder, keep=1), strategy=ddp(), plugins=[AsyncCheckpointIO()])
+        runs = trainer_with(note, saving(folder, keep=1), strategy=ddp(), plugins=[AsyncCheckpointIO()])
     else:
         writes, name = FileSystemWriter, "write_data"
-        runs = fits(note, saving(folder, keep=1))
+        runs = trainer_with(note, saving(folder, keep=1))
     original = getattr(writes, name)
     with patch.object(writes, name, write), pytest.raises((OSError, RuntimeError)):
         runs.fit(Logging(), data(4))
@@ -383,13 +387,13 @@ def die(folder: Path) -> None:
 
     original = FileSystemWriter.write_data
     with patch.object(FileSystemWriter, "write_data", write), raises_soon(PeerFailureError, RuntimeError):
-        fits(saving(folder, keep=1), max_epochs=50).fit(Logging(), data())
+        trainer_with(saving(folder, keep=1), max_epochs=50).fit(Logging(), data())
 
 
 def go_on(folder: Path) -> float:
     """Train on from the second checkpoint. Return how many steps the model has seen."""
     model = Logging()
-    fits(max_steps=4, max_epochs=-1).fit(model, data(), ckpt_path=folder / "step=2.ckpt")
+    trainer_with(max_steps=4, max_epochs=-1).fit(model, data(), ckpt_path=folder / "step=2.ckpt")
     return model.seen.item()
 
 
@@ -409,7 +413,7 @@ def test_whole_checkpoints_are_refused() -> None:
 @on_ranks(2)
 def test_a_link_to_the_last_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"expected ModelCheckpoint\(save_last=True\) with async_save=True"):
-        fits(saving(tmp_path, save_last="link")).fit(Logging(), data(1))
+        trainer_with(saving(tmp_path, save_last="link")).fit(Logging(), data(1))
 
 
 # -- the thread itself -------------------------------------------------------------------------------------------------
