@@ -1,10 +1,15 @@
-"""README and the pages of ``docs/``: their code runs, and every error has its entry in the troubleshooting page."""
+"""README and the pages of ``docs/`` are right.
+
+Each page's Python code runs, in a process of its own. What pages say of errors, messages, figures and files is compared
+with the package's source, the results of benchmarks and the folders.
+"""
 
 import ast
 import os
 import re
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +21,22 @@ from tests.pool import ROOT, RunRanks
 
 PACKAGE = Path(lightning_bucketddp.__file__).parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text()
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+def in_one_line(page: str) -> str:
+    return " ".join(text_of(page).split())
+
+
+# -- code --------------------------------------------------------------------------------------------------------------
+
 FENCE = re.compile(r"^```(\w*)(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
-TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
+"""A block of code: its language, its attributes, its lines."""
 NOT_RUN = 'title="Not run: '
-"""Begins the fence's attribute of a block that one CPU process cannot run, before the reason."""
-RESULTS = ROOT / "benchmarks" / "results"
-LANGUAGES = {"python", "bash", "text", "yaml", ""}
+"""Begins the attribute of a block that one CPU process cannot run, before the reason."""
 
 
 def blocks_of(page: Path) -> list[str]:
@@ -30,13 +44,15 @@ def blocks_of(page: Path) -> list[str]:
     return [code for language, attribute, code in found if language == "python" and NOT_RUN not in attribute]
 
 
-def test_fences_are_closed_and_few_blocks_are_not_run() -> None:
-    assert len(PAGES) > 15
+def test_blocks_of_code_are_closed_and_in_known_languages() -> None:
     for page in PAGES:
-        text = page.read_text()
-        found = FENCE.findall(text)
-        assert 2 * len(found) == len(re.findall("^```", text, re.MULTILINE)), f"{page.name}: a fence is not closed"
-        assert {language for language, *_ in found} <= LANGUAGES, page.name
+        blocks, fences = FENCE.findall(page.read_text()), re.findall("^```", page.read_text(), re.MULTILINE)
+        assert len(fences) == 2 * len(blocks), f"{page.name}: a fence is not closed"
+        assert {language for language, *_ in blocks} <= {"python", "bash", "text", "yaml", ""}, page.name
+
+
+def test_few_blocks_are_not_run() -> None:
+    assert len(PAGES) > 15
     assert sum(page.read_text().count(NOT_RUN) for page in PAGES) <= 2
 
 
@@ -78,40 +94,51 @@ def what_readers_have() -> dict[str, Any]:
     return {"__name__": "page", "model": Model(), "data": data, "module": torch.nn.Linear(8, 4)}
 
 
-def syntax_trees() -> Iterator[ast.AST]:
-    for path in PACKAGE.rglob("*.py"):
-        yield from ast.walk(ast.parse(path.read_text()))
+# -- the troubleshooting page ------------------------------------------------------------------------------------------
+
+
+@cache
+def source() -> list[ast.AST]:
+    """The nodes of the package's syntax trees."""
+    return [node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+
+
+def error_classes() -> set[str]:
+    """The package's exceptions and warnings, by name."""
+    classes = [node for node in source() if isinstance(node, ast.ClassDef)]
+    bases = {node.name: {ast.unparse(base).split(".")[-1] for base in node.bases} - {node.name} for node in classes}
+
+    def is_error(name: str) -> bool:
+        return name.endswith(("Error", "Exception", "Warning")) or any(map(is_error, bases.get(name, ())))
+
+    return {name for name in bases if is_error(name)}
+
+
+def strings() -> Iterator[str]:
+    """The strings in the package's code, with an ellipsis for each value that is put in."""
+    for node in source():
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
 
 
 def test_every_error_class_has_its_entry() -> None:
-    kinds = {"Exception", "BaseException"}
-    classes = [node for node in syntax_trees() if isinstance(node, ast.ClassDef)]
-    found: set[str] = set()
-    while more := {node.name for node in classes if any(_is_error(base, kinds | found) for base in node.bases)} - found:
-        found |= more
-    assert {"PeerFailureError", "GradientError", "CommHookError"} <= found
-    entries = set(re.findall(r"^### (\w+)$", TROUBLESHOOTING, re.MULTILINE))
-    assert found <= entries, f"without an entry: {found - entries}"
-
-
-def _is_error(base: ast.expr, known: set[str]) -> bool:
-    name = ast.unparse(base).split(".")[-1]
-    return name in known or name.endswith(("Error", "Exception", "Warning"))
+    entries = re.findall(r"^### (\w+)$", text_of("docs/troubleshooting.md"), re.MULTILINE)
+    assert {"PeerFailureError", "GradientError", "CommHookError"} <= error_classes() <= set(entries)
 
 
 def test_messages_of_the_troubleshooting_page_are_the_package_s() -> None:
-    texts = []
-    for node in syntax_trees():
-        if isinstance(node, ast.JoinedStr):
-            texts.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            texts.append(node.value)
-    messages = TROUBLESHOOTING.partition("## The most common messages")[2]
-    headings = [heading.replace("`", "") for heading in re.findall(r"^### (.+)$", messages, re.MULTILINE)]
+    messages = text_of("docs/troubleshooting.md").partition("## The most common messages")[2].replace("`", "")
+    headings = re.findall(r"^### (.+)$", messages, re.MULTILINE)
     assert len(headings) >= 10
+    texts = [text.replace("`", "") for text in strings()]
     for heading in headings:
         pieces = [piece.strip() for piece in heading.split("…")]
-        assert any(all(piece in text.replace("`", "") for piece in pieces) for text in texts), heading
+        assert any(all(piece in text for piece in pieces) for text in texts), heading
+
+
+# -- lists of files ----------------------------------------------------------------------------------------------------
 
 
 def test_every_page_is_in_the_site() -> None:
@@ -131,54 +158,83 @@ def test_readme_is_short() -> None:
     assert sum(len(line.split()) for line in lines) <= 900
 
 
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+RESULTS = ROOT / "benchmarks" / "results"
+TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
+
+
+def cited_tables(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """A page's tables, with the texts of the results that are cited in the same section above them, or in them."""
+    text = page.read_text()
+    for table in TABLE.finditer(text):
+        section = max(text.rfind("\n#", 0, table.start()), 0)
+        files = re.findall(r"results/([\w-]+\.txt)", text[section : table.end()])
+        if files:
+            yield table[0], [(RESULTS / file).read_text() for file in files]
+
+
 def test_figures_in_tables_are_those_of_the_files_that_are_cited_above_them() -> None:
-    """In the same section, or in the table. As far as they have decimal places and are no sizes; seconds may be ms."""
+    """As far as they have decimal places and are no sizes. A table may have seconds where the file has ms."""
     checked = 0
     for page in PAGES:
-        text = page.read_text()
-        for table in TABLE.finditer(text):
-            above = text[text.rindex("\n#", 0, table.start()) if "\n#" in text[: table.start()] else 0 : table.end()]
-            files = [RESULTS / name for name in re.findall(r"results/([\w-]+\.txt)", above)]
-            known = [float(figure) for file in files for figure in re.findall(r"\d+(?:\.\d+)?", file.read_text())]
-            cells = re.sub(r"`.*?`|\(.*?\)|[\d.]+ MB", "", table[0])
-            for number, unit in re.findall(r"(?<![\w.])(\d+\.\d+)(?![\w.])( s)?", cells) if files else ():
-                places, scale = len(number.partition(".")[2]), 1e3 if unit else 1
-                assert number in {f"{figure / scale + 1e-9:.{places}f}" for figure in known}, page.name
+        for table, results in cited_tables(page):
+            measured = [float(figure) for result in results for figure in re.findall(r"\d+(?:\.\d+)?", result)]
+            cells = re.sub(r"`.*?`|\(.*?\)|[\d.]+ MB", "", table)
+            for figure, seconds in re.findall(r"(?<![\w.])(\d+\.\d+)(?![\w.])( s)?", cells):
+                places, scale = len(figure.partition(".")[2]), 1000 if seconds else 1
+                assert figure in {f"{each / scale + 1e-9:.{places}f}" for each in measured}, page.name
                 checked += 1
     assert checked > 170
 
 
-def test_figures_over_the_link_are_those_of_the_file() -> None:
-    """In whole per cent of the time that ``ddp`` needs as shipped."""
-    pages = {name: (ROOT / name).read_text() for name in ("README.md", "docs/performance.md")}
-    assert "2026-11-26-link.png" in pages["docs/performance.md"]
-    assert "docs/pictures/step.svg" in pages["README.md"]
-    shares, steps = dict[str, str](), dict[str, str]()
-    for line in (RESULTS / "2026-11-26-link.txt").read_text().splitlines():
-        row = re.match(r"(\S.*?)  +(\d+) +(\d\.\d{3})(?: |$)", line)
-        if row is not None:
-            shares[row[1]], steps[row[1]] = f"{100 * float(row[3]) + 1e-9:.0f} %", f"{row[2]} ms"
-    words = {
-        "bucketddp": "`bucketddp` needs {} of the time",
-        "bound for an all-reduce": "No all-reduce could need less than {}",
-        "bucketddp_sharded": "A sharded optimizer needs {}",
-        "bucketddp, bf16 wire": "sixteen bits on the wire {} (",
-    }
-    readme = " ".join(pages["README.md"].split())
-    assert [name for name, text in words.items() if text.format(shares[name]) not in readme] == []
-    rows = {
-        "unsynchronised": "without synchronisation",
-        "bucketddp, bf16 wire": '`wire_dtype="bfloat16"`, which sums in fp32',
-        "bucketddp_sharded": "`bucketddp_sharded`",
-        "bucketddp": "`bucketddp`",
-        "bound for an all-reduce": "no all-reduce can need less than",
-        "bound for a sharded optimizer": "no sharded optimizer can need less than",
-        "ddp as shipped": "`ddp` as shipped",
-    }
-    table = re.findall(r"^\| (.+?) \| \d+ ms \| (\d+ %) \|$", pages["docs/performance.md"], re.MULTILINE)
-    assert {(text, shares[name]) for name, text in rows.items()} - set(table) == set()
-    picture = (ROOT / "docs" / "pictures" / "step.svg").read_text()
-    assert f">{steps['ddp as shipped']}<" in picture
-    assert f">{steps['bucketddp']}<" in picture
-    home = " ".join((ROOT / "docs" / "index.md").read_text().split())
-    assert f"`ddp` reaches {steps['ddp, best flags, 1 MiB']}" in home
+@cache
+def over_the_link() -> dict[str, tuple[str, str]]:
+    """Each peer's step, and its share of the time that ``ddp`` needs as shipped: ``("378 ms", "81 %")``."""
+    text = (RESULTS / "2026-11-26-link.txt").read_text()
+    rows = re.findall(r"^(\S.*?)  +(\d+) +(\d\.\d{3})(?: .*)?$", text, re.MULTILINE)
+    return {peer: (f"{step} ms", f"{100 * float(share) + 1e-9:.0f} %") for peer, step, share in rows}
+
+
+@pytest.mark.parametrize(
+    ("peer", "words"),
+    [
+        ("bucketddp", "`bucketddp` needs {} of the time"),
+        ("bound for an all-reduce", "No all-reduce could need less than {}"),
+        ("bucketddp_sharded", "A sharded optimizer needs {}"),
+        ("bucketddp, bf16 wire", "sixteen bits on the wire {} ("),
+    ],
+)
+def test_figures_over_the_link_in_the_readme_are_measured(peer: str, words: str) -> None:
+    _, share = over_the_link()[peer]
+    assert words.format(share) in in_one_line("README.md")
+
+
+@pytest.mark.parametrize(
+    ("peer", "row"),
+    [
+        ("unsynchronised", "without synchronisation"),
+        ("bucketddp, bf16 wire", '`wire_dtype="bfloat16"`, which sums in fp32'),
+        ("bucketddp_sharded", "`bucketddp_sharded`"),
+        ("bucketddp", "`bucketddp`"),
+        ("bound for an all-reduce", "no all-reduce can need less than"),
+        ("bound for a sharded optimizer", "no sharded optimizer can need less than"),
+        ("ddp as shipped", "`ddp` as shipped"),
+    ],
+)
+def test_figures_over_the_link_in_the_table_are_measured(peer: str, row: str) -> None:
+    step, share = over_the_link()[peer]
+    assert f"| {row} | {step} | {share} |\n" in text_of("docs/performance.md")
+
+
+def test_figures_over_the_link_in_pictures_are_measured() -> None:
+    assert "2026-11-26-link.png" in text_of("docs/performance.md")
+    assert "docs/pictures/step.svg" in text_of("README.md")
+    for peer in ("ddp as shipped", "bucketddp"):
+        step, _ = over_the_link()[peer]
+        assert f">{step}<" in text_of("docs/pictures/step.svg")
+
+
+def test_figures_over_the_link_on_the_first_page_are_measured() -> None:
+    step, _ = over_the_link()["ddp, best flags, 1 MiB"]
+    assert f"`ddp` reaches {step}" in in_one_line("docs/index.md")

@@ -1,12 +1,12 @@
-"""Random models through random training schedules, for the fuzz test: all drawn from one seed, alike in every process.
+"""Random cases for the fuzz test: all drawn from one seed, alike in every process.
 
-A model has stages of every kind that a gradient buffer has to cope with. What a rank may do alone (which stages it
-takes, whether its loss is a constant) is drawn per rank, all else once.
+A case is a model of a few stages, how it is wrapped, and the rounds that it goes through. Stages are of every kind that
+a gradient buffer has to cope with. What a rank may do alone (which stages it takes, whether its loss is a constant) is
+drawn per rank, all else once. ``draw_case`` at the end of the file draws a case from the parts before it.
 """
 
-import pprint
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from random import Random
 from typing import Any
 
@@ -180,61 +180,32 @@ class Case:
     rounds: tuple[Round, ...]
 
     def __str__(self) -> str:
-        return pprint.pformat(self, width=160, compact=True)
+        rounds = [f"round {number}: {in_short(each)}" for number, each in enumerate(self.rounds)]
+        return "\n".join([in_short(replace(self, rounds=())), *rounds])
 
 
-def synchronised(step: Round, backward: Backward) -> bool:
+def in_short(value: Any) -> str:
+    """A value in words, without the attributes that are empty or off. Flags are digits."""
+    if is_dataclass(value):
+        attributes = ((field.name, getattr(value, field.name)) for field in fields(value))
+        shown = [f"{name}={in_short(each)}" for name, each in attributes if each not in (None, False, "", ())]
+        return f"{type(value).__name__}({', '.join(shown)})"
+    if isinstance(value, tuple):
+        flags = all(isinstance(each, bool) for each in value)
+        return "".join(str(int(each)) for each in value) if flags else f"({', '.join(map(in_short, value))})"
+    return repr(value)
+
+
+def synchronised(this_round: Round, backward: Backward) -> bool:
     """Whether a backward is to be reduced: the guard's place decides, else the forward's, else the backward's."""
-    wrapped = [step.forwards[index] for index in backward.of if not step.forwards[index].direct]
+    forwards = [this_round.forwards[call] for call in backward.of]
+    wrapped = [forward for forward in forwards if not forward.direct]
     return not (backward.local if backward.guarded or not wrapped else wrapped[0].local)
 
 
-STEADY_WAYS = [{}, {}, {}, {"pad_buckets_to": 100}, {"grad_dtype": torch.float32}, {"wire_dtype": torch.bfloat16}]
-OTHER_WAYS = [{"overlap": False}, {"use_contiguous_buffers": False}, {"comm_hook": "bf16", "overlap": False}]
+class RoundDrawer:
+    """Draws rounds for a model, with the habits of one program, which are drawn first."""
 
-
-def draw_case(seed: int, world_size: int, sharded: bool = False) -> Case:
-    """Draws a case: every other one a steady one, in which only the last gradient of each bucket is told of."""
-    draw, steady = Random(seed), seed % 2 == 0
-    stages = draw_stages(draw)
-    options = {
-        "bucket_cap_mb": draw.choice([None, 1e-6, 1e-4, 3e-4, 1e-3, 1]),
-        "find_unused_parameters": not steady and draw.random() < 0.3,
-        "module_buffers": draw.choice(["broadcast", "mean", "off"]),
-        **draw.choice(STEADY_WAYS if steady else STEADY_WAYS + OTHER_WAYS),
-    }
-    rounds = _Rounds(draw, stages, len(list(RandomModel(stages, seed).parameters())), world_size, steady)
-    trainable = rounds.trainable(probability=0.3)
-    known = tuple(rounds.plain_round() for _ in range(STEADY_ROUNDS if steady else 0))
-    others = tuple(rounds.round() for _ in range(draw.choice([3, 5, 7, 9, 30])))
-    case = Case(seed, stages, trainable, options, draw_replicas(seed, stages, others), known + others)
-    return shardable(case) if sharded else case
-
-
-def shardable(case: Case) -> Case:
-    """Leaves out what sharded optimizers refuse, and changes of a rank's own gradients."""
-    options = {name: value for name, value in case.options.items() if not any(name in way for way in OTHER_WAYS)}
-    stages = tuple(replace(stage, checkpoint=stage.checkpoint and "plain") for stage in case.stages)
-    rounds = tuple(
-        replace(step, nudge=False, backwards=tuple(replace(backward, guarded=True) for backward in step.backwards))
-        for step in case.rounds
-    )
-    return replace(case, stages=stages, options=options, rounds=rounds)
-
-
-def draw_replicas(seed: int, stages: tuple[Stage, ...], rounds: tuple[Round, ...]) -> str:
-    """Of models that treat each sample alike, about half run on parts of the batch."""
-    # The first replica raises before any gradient is complete.
-    raises = any(backward.fail and not backward.guarded for step in rounds for backward in step.backwards)
-    # How bf16 gradients of parts of the batch are rounded is not measured by their sum.
-    unlike = any(stage.kind in ("batch_norm", "embedding", "bf16", "oddments") for stage in stages)
-    # Past the wrapper a layer has one gradient in a pass, and from replicas several: refused.
-    one = any(stage.checkpoint == "reentrant" and stage.calls == 1 for stage in stages)
-    drawn = Random(f"replicas of {seed}").choice(["", "", "shared", "copied"])
-    return "" if raises or unlike or one else drawn
-
-
-class _Rounds:
     def __init__(self, draw: Random, stages: tuple[Stage, ...], params: int, world_size: int, steady: bool) -> None:
         self.draw = draw
         self.stages, self.params = stages, params
@@ -257,18 +228,21 @@ class _Rounds:
         return tuple(self.chance(probability) for _ in range(count))
 
     def take(self) -> tuple[Flags, ...]:
+        """Per rank, which stages a forward takes."""
         count = len(self.stages)
         if self.branches == "by rank":
             return tuple(self.flags(count, 0.6) for _ in range(self.world_size))
         return ((True,) * count if self.branches == "all" else self.flags(count, 0.7),) * self.world_size
 
     def trainable(self, probability: float) -> Flags | None:
+        """A trainable set that is new with this probability; None to leave it."""
         if not self.chance(probability):
             return None
         flags = self.flags(self.params, self.draw.choice([0.2, 0.5, 0.9, 1.0]))
         return flags if any(flags) else None
 
     def plain_round(self) -> Round:
+        """One forward, one backward and a step, with every stage."""
         everything, nobody = ((True,) * len(self.stages),) * self.world_size, (False,) * self.world_size
         forward = Forward(everything, local=False, direct=False, training=True, inputs_require_grad=self.reentrant)
         backward = Backward((0,), local=False, guarded=False, only=None, penalty=False, constant=nobody)
@@ -310,5 +284,51 @@ class _Rounds:
         return Backward(of, local, guarded, only, penalty, constant)
 
     def failing(self, guarded: bool) -> Backward:
+        """A local backward that raises."""
         fail = self.draw.choice(["input", "output"])
         return Backward((0,), True, guarded, None, False, (False,) * self.world_size, fail)
+
+
+STEADY_WAYS = [{}, {}, {}, {"pad_buckets_to": 100}, {"grad_dtype": torch.float32}, {"wire_dtype": torch.bfloat16}]
+OTHER_WAYS = [{"overlap": False}, {"use_contiguous_buffers": False}, {"comm_hook": "bf16", "overlap": False}]
+
+
+def draw_case(seed: int, world_size: int, sharded: bool = False) -> Case:
+    """Draws a case: every other one a steady one, in which only the last gradient of each bucket is told of."""
+    draw, steady = Random(seed), seed % 2 == 0
+    stages = draw_stages(draw)
+    options = {
+        "bucket_cap_mb": draw.choice([None, 1e-6, 1e-4, 3e-4, 1e-3, 1]),
+        "find_unused_parameters": not steady and draw.random() < 0.3,
+        "module_buffers": draw.choice(["broadcast", "mean", "off"]),
+        **draw.choice(STEADY_WAYS if steady else STEADY_WAYS + OTHER_WAYS),
+    }
+    rounds = RoundDrawer(draw, stages, len(list(RandomModel(stages, seed).parameters())), world_size, steady)
+    trainable = rounds.trainable(probability=0.3)
+    known = tuple(rounds.plain_round() for _ in range(STEADY_ROUNDS if steady else 0))
+    others = tuple(rounds.round() for _ in range(draw.choice([3, 5, 7, 9, 30])))
+    case = Case(seed, stages, trainable, options, draw_replicas(seed, stages, others), known + others)
+    return shardable(case) if sharded else case
+
+
+def shardable(case: Case) -> Case:
+    """Leaves out what sharded optimizers refuse, and changes of a rank's own gradients."""
+    options = {name: value for name, value in case.options.items() if not any(name in way for way in OTHER_WAYS)}
+    stages = tuple(replace(stage, checkpoint=stage.checkpoint and "plain") for stage in case.stages)
+    rounds = tuple(
+        replace(each, nudge=False, backwards=tuple(replace(backward, guarded=True) for backward in each.backwards))
+        for each in case.rounds
+    )
+    return replace(case, stages=stages, options=options, rounds=rounds)
+
+
+def draw_replicas(seed: int, stages: tuple[Stage, ...], rounds: tuple[Round, ...]) -> str:
+    """Of models that treat each sample alike, about half run on parts of the batch."""
+    # The first replica raises before any gradient is complete.
+    raises = any(backward.fail and not backward.guarded for each in rounds for backward in each.backwards)
+    # How bf16 gradients of parts of the batch are rounded is not measured by their sum.
+    unlike = any(stage.kind in ("batch_norm", "embedding", "bf16", "oddments") for stage in stages)
+    # Past the wrapper a layer has one gradient in a pass, and from replicas several: refused.
+    one = any(stage.checkpoint == "reentrant" and stage.calls == 1 for stage in stages)
+    drawn = Random(f"replicas of {seed}").choice(["", "", "shared", "copied"])
+    return "" if raises or unlike or one else drawn
