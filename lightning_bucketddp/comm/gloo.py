@@ -89,21 +89,24 @@ class GlooCollectives(Collectives):
         received, handle = self._exchange(sent, with_own=not in_place)
         yield Stage(handle, (sent, received))
         shard = wire.real(self.shard(flat))
-        self._average(received.view(self.world_size - in_place, -1)[:, : shard.numel()], shard)
+        self._average(received.view(-1, sent.numel() // self.world_size)[:, : shard.numel()], shard)
 
     def _average(self, parts: Tensor, out: Tensor) -> None:
-        """As on any backend. The parts may come without this rank's own, which is in ``out`` then."""
+        """As on any backend, added up in the ranks' order. This rank's own part may be in ``out`` instead."""
         without_own = len(parts) < self.world_size
         if parts.dtype is out.dtype is torch.float32 and not without_own:
             torch.sum(parts, 0, out=out)
             out.mul_(1.0 / self.world_size)
             return
+        rows = list(parts)
+        if without_own:
+            rows.insert(self.rank, out)
         for start in range(0, out.numel(), _CACHED_NUMEL):  # in stretches short enough for caches
-            stretch = slice(start, start + _CACHED_NUMEL)
-            total = torch.sum(parts[:, stretch], 0, dtype=torch.promote_types(parts.dtype, torch.float32))
-            if without_own:
-                total.add_(out[stretch])
-            out[stretch].copy_(total.mul_(1.0 / self.world_size))
+            first, *others = (row[start : start + _CACHED_NUMEL] for row in rows)
+            total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
+            for other in others:
+                total.add_(other)
+            out[start : start + _CACHED_NUMEL].copy_(total.mul_(1.0 / self.world_size))
 
     def sum(self, tensor: Tensor, pack: Callable[[], None] | None = None) -> Stages:
         """Replace ``tensor`` by its sum. If it is short, each rank sends it to all others and adds up by itself."""

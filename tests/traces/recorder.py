@@ -6,7 +6,7 @@ line is ``operation, reduce op or root, dtype, elements, role``.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.comm import work
+from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.peers.control import HEADER
 
@@ -109,7 +110,7 @@ class Roles:
                     return f"bucket {index} and control{self._of_wrapper(at)}"
                 elif operation == "all_reduce" and group is wrapper.process_group and numel != bucket.numel:
                     continue  # shards are reduced across their groups only
-                elif numel in (bucket.numel, group.size() * shard, (group.size() - 1) * shard, shard):
+                elif numel in self._lengths(bucket.numel, group.size(), dtype, wrapper._options):
                     skipped = (index - self._next_bucket.get(key, 0)) % len(layout.buckets)
                     found.append((skipped, at != self._last_wrapper, at, index))
         if not found:
@@ -118,6 +119,14 @@ class Roles:
         key = (at, self.wrappers[at]().layout, operation, label)  # type: ignore[union-attr]
         self._next_bucket[key], self._last_wrapper, self._after_control = index + 1, at, False
         return f"bucket {index}{self._of_wrapper(at)}"
+
+    @staticmethod
+    def _lengths(numel: int, ranks: int, dtype: torch.dtype, options: Options) -> Sequence[int]:
+        """The lengths of a bucket's messages. In low precision two ranks gather all of its values."""
+        shard = -(-numel // ranks)
+        if dtype is options.wire_dtype and ranks == 2 and not options.shard_optimizer:
+            return [ranks * ranks * shard]
+        return [numel, ranks * shard, (ranks - 1) * shard, shard]
 
     def _begin_anew(self, ended: list[int], label: str) -> None:
         """Expect the first bucket of these wrappers again. Threads may still start stages in groups of their own."""
