@@ -93,20 +93,21 @@ class GlooCollectives(Collectives):
 
     def _average(self, parts: Tensor, out: Tensor) -> None:
         """As on any backend, added up in the ranks' order. This rank's own part may be in ``out`` instead."""
-        without_own = len(parts) < self.world_size
-        if parts.dtype is out.dtype is torch.float32 and not without_own:
-            torch.sum(parts, 0, out=out)
-            out.mul_(1.0 / self.world_size)
-            return
-        rows = list(parts)
-        if without_own:
+        rows, in_place = list(parts), out.dtype is torch.promote_types(parts.dtype, torch.float32)
+        if len(rows) < self.world_size:
             rows.insert(self.rank, out)
+            in_place = False
         for start in range(0, out.numel(), _CACHED_NUMEL):  # in stretches short enough for caches
-            first, *others = (row[start : start + _CACHED_NUMEL] for row in rows)
-            total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
-            for other in others:
+            stretch, *of_ranks = (row[start : start + _CACHED_NUMEL] for row in (out, *rows))
+            total = (
+                stretch if in_place else torch.empty_like(stretch, dtype=torch.promote_types(out.dtype, torch.float32))
+            )
+            total.copy_(of_ranks[0])
+            for other in of_ranks[1:]:
                 total.add_(other)
-            out[start : start + _CACHED_NUMEL].copy_(total.mul_(1.0 / self.world_size))
+            total.mul_(1.0 / self.world_size)
+            if not in_place:
+                stretch.copy_(total)
 
     def sum(self, tensor: Tensor, pack: Callable[[], None] | None = None) -> Stages:
         """Replace ``tensor`` by its sum. If it is short, each rank sends it to all others and adds up by itself."""
@@ -233,8 +234,8 @@ class _NodeCollectives(GlooCollectives):
 _FIRST_BYTES = 64
 """Memory per rank until the first message, which is longer."""
 
-_CACHED_NUMEL = 65536
-"""Elements that several operations work on before the next ones: 256 KiB of fp32, which stay in the cache."""
+_CACHED_NUMEL = 262144
+"""Elements that several operations work on before the next ones: 1 MiB of fp32, which stays in the cache."""
 
 _Exchange = tuple[Tensor, Tensor, list[int], list[int]]
 """Output and input of an all-to-all, and how much of each belongs to each rank."""

@@ -13,7 +13,7 @@ import torch
 from lightning_bucketddp.comm import wire
 from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
 from lightning_bucketddp.layout.options import Options
-from lightning_bucketddp.layout.plan import ALIGNMENT_BYTES, Layout, plan
+from lightning_bucketddp.layout.plan import ALIGNMENT_BYTES, Layout, default_bucket_cap, plan
 from lightning_bucketddp.peers.control import HEADER
 
 MESSAGE_BYTES = 16
@@ -41,6 +41,7 @@ class LayoutPlanner:
         options: The wrapper's options.
         world_size: Number of ranks.
         one_machine: Whether the ranks share one machine.
+        levels: In how many levels buckets are reduced.
         control_up_to: Up to how many bytes the last bucket of a trainable set has room for the control vector, if its
             dtype is exact enough.
 
@@ -56,7 +57,13 @@ class LayoutPlanner:
     """
 
     def __init__(
-        self, table: SlotTable, options: Options, world_size: int, one_machine: bool, control_up_to: int = 0
+        self,
+        table: SlotTable,
+        options: Options,
+        world_size: int,
+        one_machine: bool,
+        levels: int = 1,
+        control_up_to: int = 0,
     ) -> None:
         self.overlap = options.overlap and options.use_contiguous_buffers
         self.batches = self.overlap or not options.use_contiguous_buffers
@@ -64,7 +71,8 @@ class LayoutPlanner:
         self._table, self._options = table, options
         assert not isinstance(options.wire_dtype, str)  # Options has made it a dtype
         self._wire_dtype = options.wire_dtype
-        self._world_size, self._one_machine, self._control_up_to = world_size, one_machine, control_up_to
+        self._world_size, self._one_machine, self._levels = world_size, one_machine, levels
+        self._control_up_to = control_up_to
         self._order: list[int] = []
         self._seen: set[int] = set()
         self._grouping_sets: list[TrainableSet] = []
@@ -166,9 +174,15 @@ class LayoutPlanner:
             self._one_machine,
             {slot - first for slot in whole},
             options.shard_group_size or self._world_size,
+            self._levels,
         )
         room = HEADER + len(self._table)
         return layout.with_room(room + -room % self.multiple, self._carry_control(layout))
+
+    def largest_bucket(self, nbytes: int) -> int:
+        """The largest size of a bucket in bytes, unless one parameter is larger, if all gradients have ``nbytes``."""
+        default = default_bucket_cap(nbytes, self._world_size, self._one_machine, self._levels)
+        return max(self._options.bucket_cap_bytes or (default,))
 
     def _carry_control(self, layout: Layout) -> set[int]:
         """The buckets with room for the control vector: of each trainable set the last one, if it is not too large."""

@@ -199,6 +199,7 @@ def plan(
     one_machine: bool = False,
     whole: Collection[int] = (),
     shards: int = 1,
+    levels: int = 1,
 ) -> Layout:
     """Lay parameters out in the order in which their gradients become ready.
 
@@ -217,6 +218,7 @@ def plan(
         one_machine: Whether they share one machine, for the default.
         whole: Indices of parameters that no shard may divide. They share buckets with each other only.
         shards: Number of shards of each bucket. ``multiple`` is a multiple of it.
+        levels: In how many levels buckets are reduced, for the default cap.
 
     Returns:
         The layout. Its buckets are sorted by when their last gradient is expected.
@@ -227,7 +229,7 @@ def plan(
     cut: Callable[[list[int], Sequence[int], Sequence[int]], list[list[int]]] = _cut_by_size
     caps = bucket_cap_bytes
     if not caps:
-        caps = [default_bucket_cap(sum(spec.nbytes for spec in specs), world_size, one_machine)]
+        caps = [default_bucket_cap(sum(spec.nbytes for spec in specs), world_size, one_machine, levels)]
         if not (one_machine and all(spec.device == "cpu" for spec in specs)):
             cut = partial(_cut_with_small_ends, overflow=world_size >= MANY_RANKS)
     together: defaultdict[Hashable, list[int]] = defaultdict(list)
@@ -256,24 +258,26 @@ def plan(
     return Layout(tuple(slots[index] for index in range(len(specs))), tuple(buckets), buffers)
 
 
-def default_bucket_cap(total_bytes: int, world_size: int, one_machine: bool) -> int:
+def default_bucket_cap(total_bytes: int, world_size: int, one_machine: bool, levels: int = 1) -> int:
     """The default bucket size in bytes.
 
-    On one machine backward leaves little communication to wait for, and each collective costs processor time.
+    On one machine backward leaves little communication to wait for, and each collective costs processor time. In two
+    levels a bucket takes three collectives instead of one.
 
     Args:
         total_bytes: Of all gradients.
         world_size: Number of ranks.
         one_machine: Whether they share one machine.
+        levels: In how many levels buckets are reduced.
 
     Returns:
         25 MiB on one machine. On several 1/32 of the total for two ranks, 1/16 for four, 1/11 for eight, and so on
-        with the logarithm of their number up to 1/4; from 4 to 25 MiB.
+        with the logarithm of their number; in two levels twice as much; up to 1/4, and from 4 to 25 MiB.
     """
     if one_machine:
         return MAX_DEFAULT_BUCKET_BYTES
     hops = max(1, (world_size - 1).bit_length())
-    count = max(MIN_DEFAULT_BUCKET_COUNT, round(DEFAULT_BUCKET_COUNT / hops))
+    count = max(MIN_DEFAULT_BUCKET_COUNT, round(DEFAULT_BUCKET_COUNT / hops / levels))
     return max(MIN_DEFAULT_BUCKET_BYTES, min(MAX_DEFAULT_BUCKET_BYTES, total_bytes // count))
 
 

@@ -34,7 +34,8 @@ def build_reducer(context: WrapperContext, hook: CommHook | None, participants: 
     params, collectives = context.params, context.ranks.collectives
     table = SlotTable(params.named, params.sparse)
     control_up_to = _control_up_to(context, hook)
-    planner = LayoutPlanner(table, context.options, collectives.world_size, context.nodes.one, control_up_to)
+    in_one, levels = context.nodes.one, context.level_count
+    planner = LayoutPlanner(table, context.options, collectives.world_size, in_one, levels, control_up_to)
     buckets = Buckets(table, planner)
     storage = _storage(context, table, buckets, planner, hook)
     reduction = _reduction(context, storage, hook)

@@ -102,6 +102,12 @@ class WrapperContext:
             first, second = None if self.groups.levels else self.groups.inside, self.groups.across
         separate_stages(collectives, first, second if options.wire_dtype else None, self.device, self.nodes.one)
 
+    @property
+    def level_count(self) -> int:
+        """In how many levels buckets are reduced."""
+        levels = self.levels if self.groups is None else self.groups.levels
+        return 1 if levels is None else 2
+
     def participants(self) -> list[Participant]:
         """The features that take part in passes; the same on every rank, in the order of their collectives."""
         limit = self.options.max_abs_grad

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.hooks import CommHook, HookFunction
 from lightning_bucketddp.layout.options import Options
-from lightning_bucketddp.layout.plan import Layout, default_bucket_cap
+from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.layout.require import require, require_names
 from lightning_bucketddp.optim.swap import Swap
 from lightning_bucketddp.peers.machines import Node
@@ -775,9 +775,7 @@ class BucketDDP(nn.Module, Joinable):
     @property
     def bucket_bytes_cap(self) -> int:
         """The largest size of a bucket in bytes, unless one parameter is larger; torch DDP's name."""
-        caps = self._options.bucket_cap_bytes
-        one_machine, world_size = self._passes.wrapped.context.nodes.one, self._runtime.collectives.world_size
-        return max(caps or (default_bucket_cap(self.layout.nbytes, world_size, one_machine),))
+        return self._passes.reducer.planner.largest_bucket(self.layout.nbytes)
 
     @property
     def process_group(self) -> dist.ProcessGroup:

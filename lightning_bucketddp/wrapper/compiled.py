@@ -18,22 +18,19 @@ import torch._dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp.layout.options import Options
-from lightning_bucketddp.layout.plan import MIB, Layout, default_bucket_cap
+from lightning_bucketddp.layout.plan import MIB
 
 
-def bytes_per_graph(options: Options, layout: Layout, world_size: int, one_machine: bool) -> int | None:
+def bytes_per_graph(options: Options, largest_bucket: int) -> int | None:
     """How many bytes of parameters a graph has, counted from the end; None if every bucket waits for backward's end.
 
     Args:
         options: The wrapper's options.
-        layout: The buckets.
-        world_size: The number of ranks.
-        one_machine: Whether the ranks share one machine.
+        largest_bucket: The largest size of a bucket in bytes.
     """
     if not options.overlap or not options.use_contiguous_buffers:
         return None
-    caps = options.bucket_cap_bytes or (default_bucket_cap(layout.nbytes, world_size, one_machine),)
-    return max(*caps, MIB)  # torch's last piece has 1 MiB, and the others may not have less
+    return max(largest_bucket, MIB)  # torch's last piece has 1 MiB, and the others may not have less
 
 
 @contextmanager

@@ -111,8 +111,9 @@ class Runtime:
         self.module_buffers = ModuleBuffers(params, ranks, options)
         self.uneven = UnevenInputs(params, self.passes, self.module_buffers, ranks, options)
         self.optimizers = Optimizers(module, params.optimizers, self.passes, ranks, options)
-        layout = self.passes.reducer.storage.layout
-        self.bytes_per_graph = bytes_per_graph(options, layout, collectives.world_size, nodes.one)
+        reducer = self.passes.reducer
+        largest = reducer.planner.largest_bucket(reducer.storage.layout.nbytes)
+        self.bytes_per_graph = bytes_per_graph(options, largest)
         for handle in self.optimizers.follow_steps():
             release.callback(handle.remove)
         self._leaf_hooks: list[RemovableHandle] = []

@@ -131,6 +131,8 @@ def test_default_buckets_are_small_at_both_ends_and_fewer_on_more_ranks() -> Non
         assert all(mib(plan(on_device, range(40), world_size=world, one_machine=True)) == expected for world in (2, 8))
     for total, expected in [(320, [10, 10, 20, 25, 25, 25, 25]), (32, [4, 4, 4, 4, 6, 8, 8])]:
         assert [default_bucket_cap(total * MIB, n, False) // MIB for n in (1, 2, 4, 8, 64, 256, 4096)] == expected
+    assert [default_bucket_cap(160 * MIB, n, False, levels=2) // MIB for n in (4, 8, 64, 256)] == [20, 25, 25, 25]
+    assert [default_bucket_cap(64 * MIB, n, False, levels=2) // MIB for n in (4, 8, 64, 256)] == [8, 12, 16, 16]
 
 
 def test_views_keep_dense_strides() -> None:
