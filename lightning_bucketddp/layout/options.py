@@ -81,11 +81,11 @@ class Options:
             any case. A module with collectives of its own in backward (``SyncBatchNorm``) needs another group for them
             if backward may reach different parameters on different ranks.
         bucket_cap_mb: Largest bucket in MiB; with 0 each parameter has its own. None: 25 MiB if all ranks share one
-            machine. On several machines 1/32 of the gradients for two ranks, more for more ranks and in two levels, from 4 to 25 MiB,
-            and from 128 ranks on one parameter more. The first and the last bucket are smaller, except on one machine
-            without accelerators. A Trainer or Fabric with ``num_nodes`` of 2 and more says which ranks share a machine.
-            Otherwise ``LOCAL_WORLD_SIZE``, where a launcher sets it to less than the number of all ranks, and
-            ``LOCAL_RANK`` do, and else the host names.
+            machine. On several machines 1/32 of the gradients for two ranks, more for more ranks and in two levels,
+            from 4 to 25 MiB, and from 128 ranks on one parameter more. The first and the last bucket are smaller,
+            except on one machine without accelerators. A Trainer or Fabric with ``num_nodes`` of 2 and more says which
+            ranks share a machine. Otherwise ``LOCAL_WORLD_SIZE``, where a launcher sets it to less than the number of
+            all ranks, and ``LOCAL_RANK`` do, and else the host names.
         find_unused_parameters: In plain PyTorch: a rank whose loss reaches no parameter takes part, if its backward
             starts from an output of ``forward``. A Trainer and Fabric do not need it. Parameters without gradients do
             not need it either.
