@@ -144,10 +144,10 @@ class Options:
             inside in their own dtype. Gradients of lower precision travel as they are. In fp16, values beyond 65504
             become infinite. Until the pass has ended, a copy of the sent bytes takes memory. In int8, the values
             of each block of 128 are rounded to multiples of 1/127 of its largest absolute value. A mean is off by at
-            most 0.8 % of this largest value (the ranks' mean of it), that of a sharded gradient by 0.4 %; much smaller
-            values of the block may become zero. A block with NaN or an infinity has no finite value on arrival.
-            Parameters of one dimension, such as biases, are exempt: their gradients travel in their own dtype, in
-            buckets of their own.
+            most 0.8 % of this largest value (the ranks' mean of it), a mean of two ranks or nodes and a sharded
+            gradient by 0.4 %; much smaller values of the block may become zero. A block with NaN or an infinity has no
+            finite value on arrival. Parameters of one dimension, such as biases, are exempt: their gradients travel in
+            their own dtype, in buckets of their own.
         hierarchical: Whether gradients are reduced in two levels where each of several nodes has several ranks:
             scattered inside a node, each part exchanged across nodes, gathered inside. Of M nodes, each sends
             2 (M - 1) / M times the gradients' size, however many ranks it has. None: on the CPU, and with
