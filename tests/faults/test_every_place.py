@@ -110,7 +110,7 @@ class Fails(Regression):
 def train(folder: Path, place: str, how: str, kind: str) -> None:
     saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
     fit = trainer(ours(**KINDS[kind]), callbacks=[saves], enable_checkpointing=True, val_check_interval=STEP + 1)
-    fit.fit(Fails(place, how), data(5), data(2))
+    fit.fit(Fails(place, how), data(4), data(1))
 
 
 def fails(folder: str, place: str, how: str, kind: str) -> tuple[str, float]:

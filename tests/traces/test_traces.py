@@ -22,7 +22,13 @@ LIKE_OTHERS = {
     *("plain_three_ranks", "sharded_three_ranks", "wire_fp16_three_ranks", "accumulation_from_the_second_step"),
     *("hook_fp16", "divided_by_an_integer", "sparse_mean_with_accumulation", "sharded_in_groups_of_one"),
     *("sharded_accumulation", "sharded_many_buckets", "unfreezing", "gan_with_two_wrappers", "zero_grad_to_zeros"),
-    *("join_by_initial_world_size", "trainer_uneven_inputs_by_world_size", "trainer_branch_by_rank", "fabric_plain"),
+    *(
+        "compiled",
+        "join_by_initial_world_size",
+        "trainer_uneven_inputs_by_world_size",
+        "trainer_branch_by_rank",
+        "fabric_plain",
+    ),
 }
 """Scenarios whose collectives are those of another one, with another number, dtype or order: slow tests."""
 
