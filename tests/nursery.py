@@ -102,12 +102,14 @@ def _serve(server: socket.socket) -> None:
 
 def _import_once() -> None:
     if "torch" not in sys.modules:
+        gc.disable()  # next to nothing of what is imported is garbage
         for name in (*IMPORTED, *([] if "SIM_DEVICES" in os.environ else [COMPILER])):
             importlib.import_module(name)
         importlib.import_module("torch._dynamo").list_backends()  # imports them
         registry = importlib.import_module("lightning.fabric.utilities.registry")
         registry.entry_points = functools.cache(registry.entry_points)  # else each Trainer reads those of all packages
         gc.freeze()  # garbage collections in ranks pass these modules over, and copy none of their memory
+        gc.enable()
 
 
 def _become_rank(

@@ -148,7 +148,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("name", some_slow(BESIDE, BESIDE.keys() - {"module_buffers='mean'"}))
 @on_ranks(2)
 def test_a_run_with_other_features_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     def one(model: Normalised, seed: int, path: Path | None) -> Normalised:
