@@ -216,12 +216,11 @@ PROGRAMS = [
     MovesAverages,
 ]
 QUICK_PROGRAMS = [
-    (Turns, "sharded"),
-    (LooksAtGradients, "plain"),
+    (LooksAtGradients, "sharded"),
     (ReplacesGradients, "bf16 hook"),
     (OtherCollectives, "shard groups"),
 ]
-"""Each strategy. ``test_streams.py`` and ``test_training.py`` have the other programs on two ranks."""
+"""The other programs have quick tests in ``test_streams.py`` and ``test_training.py``, on two ranks."""
 REFUSED = [(ReplacesGradients, "sharded"), (ReplacesGradients, "shard groups")]
 """A sharded gradient lets nobody put another tensor in its place."""
 

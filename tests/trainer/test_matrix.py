@@ -198,7 +198,7 @@ def outcome(row: Row, strategy: Any, module: Callable[[], Any], *callbacks: pl.C
     options |= row.options
     made = {key: [make() for make in value] if isinstance(value, list) else value for key, value in options.items()}
     made["callbacks"] = [*made.get("callbacks", []), *callbacks]
-    pl.seed_everything(3)
+    torch.manual_seed(3)
     model, runs = module(), trainer(strategy, **made)
     runs.fit(model, row.data(), row.data())
     values: dict[str, Any] = {
