@@ -1,3 +1,4 @@
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -25,6 +26,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name != "test_ray.py")
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # from now on, garbage collections pass over what was imported and collected
+    gc.enable()
+
+
 NURSERIES = {
     "cpu": {},
     "accelerator": {DEVICE_BACKEND: "1"},
@@ -36,6 +42,7 @@ FOLDER = "TESTS_NURSERIES"
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start the processes that fork ranks: once, for all workers of pytest-xdist."""
+    gc.disable()
     if hasattr(config, "workerinput"):
         return
     running = ExitStack()

@@ -20,13 +20,14 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 ENDING_SIGNALS = {"kill": signal.SIGKILL, "abort": signal.SIGABRT}
 IMPORTED = (
-    "torch._inductor.compile_fx",
     "tests.lightning_models",
     "tests.reference",
     "tests.traces.recorder",
     "tests.pool",
 )
 """With all that they import, which each rank would else import by itself."""
+COMPILER = "torch._inductor.compile_fx"
+"""The same for ranks on the CPU: none on another device compiles with it."""
 
 
 class Nursery:
@@ -101,12 +102,14 @@ def _serve(server: socket.socket) -> None:
 
 def _import_once() -> None:
     if "torch" not in sys.modules:
-        for name in IMPORTED:
+        gc.disable()  # next to nothing of what is imported is garbage
+        for name in (*IMPORTED, *([] if "SIM_DEVICES" in os.environ else [COMPILER])):
             importlib.import_module(name)
         importlib.import_module("torch._dynamo").list_backends()  # imports them
         registry = importlib.import_module("lightning.fabric.utilities.registry")
         registry.entry_points = functools.cache(registry.entry_points)  # else each Trainer reads those of all packages
         gc.freeze()  # garbage collections in ranks pass these modules over, and copy none of their memory
+        gc.enable()
 
 
 def _become_rank(

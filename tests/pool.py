@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +101,10 @@ class WorkerPool:
         errors: dict[int, str] = {}
         deadline = time.monotonic() + timeout
         while waiting := set(range(self.world_size)) - results.keys() - errors.keys():
+            ready = wait([self._connections[rank] for rank in waiting], timeout=0.5)
             for rank in waiting:
                 try:
-                    if self._connections[rank].poll(0.01):
+                    if self._connections[rank] in ready:
                         ok, value = pickle.loads(self._connections[rank].recv_bytes())
                         (results if ok else errors)[rank] = value
                 except (EOFError, OSError):

@@ -28,7 +28,7 @@ def names(ranks: WorkerPool) -> list[str]:
 SLOW = {
     "test_ddp_uneven_inputs",
     "test_ddp_compile_static_graph",
-    *(f"test_ddp_hook_parity_{hook}" for hook in ("allreduce_process_group", "post_localSGD", "powerSGD")),
+    *(f"test_ddp_hook_parity_{hook}" for hook in ("allreduce", "allreduce_process_group", "post_localSGD", "powerSGD")),
 }
 """Take seconds. ``tests/wrapper`` and ``tests/comm/test_hooks.py`` test the same on small models."""
 REQUIRED = [name for name in table.TESTS if name not in table.FAILS_WITH_TORCH | table.EXCLUDED]

@@ -38,7 +38,7 @@ class Stops(Regression):
 WAYS = ["stream", "should_stop", "limit_train_batches", "gathers"]
 
 
-@on_ranks(2, cases=WAYS, fresh=True, timeout=60)
+@on_ranks(2, cases=WAYS, quick=["stream", "gathers"], fresh=True, timeout=60)
 def test_ranks_that_wait_for_different_things_say_which(way: str) -> None:
     rank = dist.get_rank()
     first = rank == 0
@@ -90,13 +90,13 @@ class Slow(Citizen):
     on_save_checkpoint = on_validation_epoch_end = late  # type: ignore[assignment]
 
 
-@on_ranks(3)
+@on_ranks(2, 3)
 def test_slow_ranks_are_never_taken_for_ranks_that_wait_for_different_things() -> None:
     model = Slow("conv")
     with TemporaryDirectory() as folder, patch.object(watch, "_LOOK_SECONDS", 0.02):
         options = {"enable_checkpointing": True, "default_root_dir": folder}
         fits = trainer(ours(), callbacks=EarlyStopping("valid"), **options)
-        fits.fit(model, data(4), data(2))
+        fits.fit(model, data(3), data(2))
     assert fits.state.finished
     assert listen(Collectives(None)).roll_call.news.number > 10, "ranks have called the roll"
     assert drift(model) == 0

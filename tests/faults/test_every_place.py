@@ -110,7 +110,7 @@ class Fails(Regression):
 def train(folder: Path, place: str, how: str, kind: str) -> None:
     saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
     fit = trainer(ours(**KINDS[kind]), callbacks=[saves], enable_checkpointing=True, val_check_interval=STEP + 1)
-    fit.fit(Fails(place, how), data(5), data(2))
+    fit.fit(Fails(place, how), data(4), data(1))
 
 
 def fails(folder: str, place: str, how: str, kind: str) -> tuple[str, float]:
@@ -152,18 +152,15 @@ def check(run_ranks: RunRanks, folder: Path, place: str, how: str, kind: str, wo
 QUICK = {
     "forward": ("stopped", "plain"),
     "backward, before the first bucket": ("killed", "hook"),
-    "backward, after the first bucket": ("SIGTERM", "wire"),
     "optimizer step": ("killed", "sharded"),
-    "logging": ("raises", "wire"),
     "checkpoint": ("raises", "sharded"),
-    "validation": ("SIGTERM", "plain"),
+    "validation": ("SIGTERM", "wire"),
     "end of fit": ("raises", "hook"),
-    "teardown": ("killed", "plain"),
 }
 """By place: each way to fail and each kind occurs."""
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", QUICK)
 def test_a_rank_that_fails_ends_the_others_and_spoils_no_checkpoint(
     run_ranks: RunRanks, tmp_path: Path, place: str
 ) -> None:

@@ -29,7 +29,7 @@ from tests.models import MODELS, Mlp, batch, build
 from tests.pool import ROOT, on_ranks
 from tests.reference import WHERE, backward, loss_at
 
-PARAMETERS = 24
+PARAMETERS = 12
 ELEMENTS = 1024 * 1024  # of fp32: 4 MiB each
 M_MMAP_THRESHOLD = -3  # of <malloc.h>
 

@@ -73,7 +73,7 @@ DOES_OTHERWISE = [
 ]
 
 
-@on_ranks(4, cases=DOES_OTHERWISE, fresh=True, may_exit=[1])
+@on_ranks(4, 2, cases=DOES_OTHERWISE, fresh=True, may_exit=[1])
 def test_a_rank_that_does_something_else_is_named(how: str, words: list[str]) -> None:
     """Rank 1 does something else in step 3."""
     options = {} if "in step" in how else {"shard_group_size": 2}

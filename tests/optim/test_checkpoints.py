@@ -102,22 +102,22 @@ def load(folder: str, optimizer: str, low: bool, expected: dict[str, Tensor]) ->
 
 
 LOADED = [
-    (("adamw", True, True), 3, (2, 1)),
-    (("adagrad", False, True), 2, (3,)),
-    (("adamw", False, None), 1, (3,)),
-    (("sgd", True, True), 3, (3,)),
-    (("rmsprop", True, True), 1, (3,)),
-    (("nadam", True, False), 2, (3,)),
+    (("adamw", True, True), 3, 2),
+    (("adagrad", False, True), 2, 3),
+    (("adamw", True, True), 3, 1),
+    (("adamw", False, None), 1, 3),
+    (("sgd", True, True), 3, 3),
+    (("rmsprop", True, True), 1, 3),
+    (("nadam", True, False), 2, 3),
 ]
 
 
 @pytest.mark.parametrize(("kind", "saved_at", "loaded_at"), some_slow(LOADED, LOADED[:2]))
 def test_training_goes_on_at_any_world_size(
-    run_ranks: RunRanks, tmp_path: Path, kind: tuple[str, bool, bool | None], saved_at: int, loaded_at: tuple[int, ...]
+    run_ranks: RunRanks, tmp_path: Path, kind: tuple[str, bool, bool | None], saved_at: int, loaded_at: int
 ) -> None:
     expected = run_ranks(saved_at, save, str(tmp_path), *kind)[0]
-    for world_size in loaded_at:
-        run_ranks(world_size, load, str(tmp_path), *kind[:2], expected)
+    run_ranks(loaded_at, load, str(tmp_path), *kind[:2], expected)
 
 
 @on_ranks(2)

@@ -214,7 +214,14 @@ def test_gradients_of_inputs_leave_sharded_ones_alone() -> None:
     assert_full(ours, plain)
 
 
-@on_ranks(4, cases=({}, {"shard_group_size": 2}, {"scatter_every_pass": True}))
+SHARDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "groups": {"shard_group_size": 2},
+    "scattered": {"scatter_every_pass": True},
+}
+
+
+@on_ranks(4, cases=SHARDS, quick=["groups", "scattered"])
 def test_accumulated_gradients_stay_when_buckets_are_added(options: dict[str, Any]) -> None:
     """A parameter is frozen, another one becomes trainable; at last only some ranks clear their parts."""
     plain = seeded(Mlp)
@@ -263,7 +270,7 @@ def test_reduced_gradients_outlive_a_backward_that_raises(local: bool, early: bo
     assert_full(ours, plain)
 
 
-@on_ranks(4, cases=({}, {"shard_group_size": 2}, {"scatter_every_pass": True}))
+@on_ranks(4, cases=SHARDS, quick=["groups"])
 def test_an_overflow_in_one_part_concerns_all(options: dict[str, Any]) -> None:
     """One element is infinite, which the ranks with its part see: none steps, and every scale shrinks."""
     ours = BucketDDP(seeded(Mlp), shard_optimizer=True, bucket_cap_mb=TINY, **options)

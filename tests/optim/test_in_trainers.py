@@ -123,7 +123,7 @@ def test_a_trainer_trains_as_without_shards(name: str, build: Callable[[], Any],
         model = build()
         runs = trainer(strategy, **{"max_epochs": 2, **options()})
         before = set(vars(runs.strategy.precision_plugin))
-        runs.fit(model, data(), data() if isinstance(model, Evaluated) else None)
+        runs.fit(model, data(), data(2) if isinstance(model, Evaluated) else None)
         assert set(vars(runs.strategy.precision_plugin)) == before, "clipping was given back"
         models.append(model)
     close_to(*models)
@@ -199,16 +199,16 @@ def test_directories_as_checkpoints_of_callbacks_and_for_evaluation(tmp_path: Pa
 
     def fit(module: Evaluated, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
         runs = trainer(parts(), callbacks=[*callbacks], enable_checkpointing=bool(callbacks))
-        runs.fit(module, data(), **options)
+        runs.fit(module, data(3), **options)
         return runs
 
     runs, other = fit(model, saves), Evaluated()
-    runs.validate(other, data(), verbose=False)
+    runs.validate(other, data(2), verbose=False)
     runs.save_checkpoint(tmp_path / "other", weights_only=True)
     for strategy in (parts, lightning_models.ours):
         for path, saved in ((tmp_path / "other", other), (last, model)):
             again = Evaluated()
-            (logged,) = trainer(strategy()).validate(again, data(), ckpt_path=path, verbose=False)
+            (logged,) = trainer(strategy()).validate(again, data(2), ckpt_path=path, verbose=False)
             close_to(again, saved)
             assert again.steps.sum_value == saved.steps.sum_value
         scores.append(logged["score"])
@@ -218,7 +218,7 @@ def test_directories_as_checkpoints_of_callbacks_and_for_evaluation(tmp_path: Pa
         last.rename(tmp_path / "last.replaced.ckpt")  # as a save leaves it that is killed
     dist.barrier()
     again = Evaluated()
-    trainer(parts()).validate(again, data(), ckpt_path=last, verbose=False)
+    trainer(parts()).validate(again, data(2), ckpt_path=last, verbose=False)
     close_to(again, model)
     dist.barrier()
     if dist.get_rank() == 0:

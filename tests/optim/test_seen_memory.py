@@ -32,6 +32,7 @@ WRAPS: dict[str, dict[str, Any]] = {
     "groups of one": {**SHARDED, "shard_group_size": 1},
 }
 Read = Callable[[], Tensor]
+STEPS = 4
 
 
 def first(net: nn.Module) -> nn.Parameter:
@@ -105,7 +106,7 @@ ALIASES: dict[str, Callable[[nn.Module], Read]] = {
 
 @on_ranks(2, 3, cases=WRAPS, quick=["sharded"], timeout=200)
 def test_an_alias_reads_each_steps_values_whenever_it_was_taken(options: dict[str, Any]) -> None:
-    expected = trained(5)
+    expected = trained(STEPS)
     with gathers_put_off():
         for name, make in ALIASES.items():
             # Before the module is wrapped, before the first step, after steps.
@@ -114,7 +115,7 @@ def test_an_alias_reads_each_steps_values_whenever_it_was_taken(options: dict[st
                 read = make(net) if taken == -2 else None
                 model = BucketDDP(net, **options)
                 optimizer = sgd(model)
-                for number in range(5):
+                for number in range(STEPS):
                     read = make(net) if taken == number - 1 and read is None else read
                     step(model, number, optimizer)
                     if read is not None:
@@ -179,7 +180,7 @@ EXCHANGES: dict[str, Callable[[nn.Module], Read | None]] = {
 
 @on_ranks(2, 3, cases=WRAPS, quick=["sharded"], timeout=200)
 def test_training_is_the_same_whatever_exchanges_the_memory_of_parameters(options: dict[str, Any]) -> None:
-    expected = trained(5)
+    expected = trained(STEPS)
     with gathers_put_off():
         for name, exchange in EXCHANGES.items():
             before = name in ("param.share_memory_()", "data, kept elsewhere")
@@ -189,7 +190,7 @@ def test_training_is_the_same_whatever_exchanges_the_memory_of_parameters(option
                     read = exchange(net)
                 model = BucketDDP(net, **options)
                 optimizer = sgd(model)
-                for number in range(5):
+                for number in range(STEPS):
                     step(model, number, optimizer)
                     if read is not None:
                         torch.testing.assert_close(read(), expected[number][0], msg=f"{name} {when} seen")
@@ -231,7 +232,7 @@ def loaded(sent: bytes) -> dict[str, Tensor]:
         return {}
 
 
-@on_ranks(2, cases=WRAPS, fresh=True)
+@on_ranks(2, cases=WRAPS, quick=["sharded"], fresh=True)
 def test_another_process_reads_each_steps_values_in_shared_memory(options: dict[str, Any]) -> None:
     """As an evaluation worker does that got a state dict through a queue: here the other rank is one."""
     mp.set_sharing_strategy("file_system")  # else only children may open it

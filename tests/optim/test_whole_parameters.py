@@ -99,7 +99,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@on_ranks(2, 3, cases=OPTIONS)
+@on_ranks(2, 3, cases=OPTIONS, quick=["scattered", "one bucket"])
 def test_steps_are_those_of_whole_parameters_to_the_bit(options: dict[str, Any]) -> None:
     options = dict(options)
     accumulate = options.pop("accumulate", 1)

@@ -41,7 +41,7 @@ def trained(several: bool, options: dict[str, Any]) -> tuple[list[Tensor], list[
     with several_machines() if several else nullcontext():
         ours = BucketDDP(seeded(Mlp), bucket_cap_mb=TINY, **options)
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
-    for step in range(8):
+    for step in range(6):
         loss = loss_at(ours, step)
         with local_if(ours, step % 4 == 2), noted("allreduce", "all_to_all_single", look=starter) as calls:
             loss.backward()
@@ -54,7 +54,11 @@ def trained(several: bool, options: dict[str, Any]) -> tuple[list[Tensor], list[
     return weights, made
 
 
-@on_ranks(2, 3, cases=list(OPTIONS))
+QUICK = ["8 bits", "fp16 hook", "PowerSGD", "groups of shards", "coalesced", "sharded, bf16 wire"]
+"""Each option occurs."""
+
+
+@on_ranks(2, 3, cases={name: name for name in OPTIONS}, quick=QUICK)
 def test_a_thread_launches_buckets_and_weights_stay_the_same(name: str) -> None:
     weights, before = trained(False, OPTIONS[name])
     same, made = trained(True, OPTIONS[name])
@@ -67,7 +71,10 @@ def test_a_thread_launches_buckets_and_weights_stay_the_same(name: str) -> None:
         assert "MainThread" not in apart or name == "groups of shards"
 
 
-@on_ranks(3, cases=("bf16 wire", "sharded", "sharded, bf16 wire"))
+AMONG_OTHERS = {name: name for name in ("bf16 wire", "sharded", "sharded, bf16 wire")}
+
+
+@on_ranks(3, cases=AMONG_OTHERS, quick=["sharded, bf16 wire"])
 def test_ranks_among_others_train_in_their_one_group(name: str) -> None:
     """torch makes further groups of them only together with all processes."""
     group = [dist.new_group([0, 1]), dist.new_group([2])][dist.get_rank() // 2]

@@ -126,7 +126,11 @@ STORAGES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@on_ranks(2, 3, cases=[*product(STORAGES, [1]), *product(["plain", "sharded"], [3])])
+CASES = [*product(STORAGES, [1]), *product(["plain", "sharded"], [3])]
+QUICK = ["coalesced, 1", "powersgd, 1", "wire, 1", "sharded, 3", "plain, 3"]
+
+
+@on_ranks(2, 3, cases=CASES, quick=QUICK)
 def test_all_ranks_skip_a_step_that_goes_wrong_on_one(storage: str, passes: int) -> None:
     """Weights are those of a run that never saw the batches. Steps in between are ordinary ones."""
     ours, never = (Training(skip_step_on=["oom", "nonfinite"], **STORAGES[storage]()) for _ in range(2))
@@ -168,7 +172,7 @@ def large(model: BucketDDP, step: int) -> Tensor:
     return good(model, step) * 1000
 
 
-@on_ranks(2, 3, cases=["plain", "sharded"])
+@on_ranks(3, 2, cases=["plain", "sharded"], quick=["sharded"])
 def test_a_norm_far_above_its_median_is_skipped(storage: str) -> None:
     options = {"skip_norm_above": 5, **STORAGES[storage]()}
     ours, never = (Training(**options) for _ in range(2))

@@ -30,6 +30,7 @@ from tests.reference import (
     seeded,
     taking,
 )
+from tests.sampling import in_turn
 
 
 @on_ranks(2, 3)
@@ -172,10 +173,13 @@ def test_ranks_agree_in_the_store_until_turns_have_come_once(turns: Iterable[str
     assert len(history._turns) <= 66
 
 
-@on_ranks(2, 3, cases={"plain": {}, "sharded": {"shard_optimizer": True}, "hook": {"comm_hook": "bf16"}})
+TRAINED: dict[str, Any] = {"plain": {}, "sharded": {"shard_optimizer": True}, "hook": {"comm_hook": "bf16"}}
+
+
+@on_ranks(2, 3, cases=TRAINED, quick=["sharded", "hook"])
 def test_parts_trained_in_turn_need_the_store_once(options: dict[str, Any]) -> None:
     plain, ours = pair(Parts, TINY, **options)
-    turns = ["small", "large", "exact", "small exact", "exact"] * 3
+    turns = ["small", "large", "exact", "small exact", "exact"] * 2
     within = {"rtol": 2e-2, "atol": 2e-2} if options.get("comm_hook") else {}
     position, asks = passes_of(ours).peers.position, []
     for step, parts in enumerate(turns):
@@ -217,6 +221,7 @@ DEVIATIONS = {"another known set": "exact", "a new set": "small exact", "the set
     2,
     3,
     cases={f"{how}, {shard=}": (parts, shard) for how, parts in DEVIATIONS.items() for shard in (False, True)},
+    quick=[f"{how}, {shard=}" for how, shard in in_turn([*DEVIATIONS], [True, False])],
     fresh=True,
 )
 def test_a_rank_that_trains_another_part_is_named_before_anything_is_launched(parts: str, shard: bool) -> None:
@@ -285,7 +290,11 @@ CONVERSIONS: dict[str, Callable[[Quantised], object]] = {
 }
 
 
-@on_ranks(2, cases={f"{how}, {shard=}": (how, shard) for how in CONVERSIONS for shard in (False, True)})
+@on_ranks(
+    2,
+    cases={f"{how}, {shard=}": (how, shard) for how in CONVERSIONS for shard in (False, True)},
+    quick=[f"{how}, {shard=}" for how, shard in in_turn([*CONVERSIONS], [True, False])],
+)
 def test_frozen_weights_may_be_converted_and_then_trained(how: str, shard: bool) -> None:
     alone, module = seeded(Quantised), seeded(Quantised)
     torch.__future__.set_swap_module_params_on_conversion("swapped" in how)

@@ -86,7 +86,7 @@ def _build(folder: Path, target: Path) -> Path:
     command = compiler()
     assert command is not None
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"], str(SOURCES)]
-    flags = [command, "-std=c++20", "-fPIC", "-O0", "-w", f"-DTORCH_EXTENSION_NAME={NAME}", "-DUSE_DISTRIBUTED"]
+    flags = [command, "-std=c++20", "-fPIC", "-O1", "-w", f"-DTORCH_EXTENSION_NAME={NAME}", "-DUSE_DISTRIBUTED"]
     flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *(f"-I{path}" for path in includes)]
     objects, running = [], []
     for index, names in enumerate(PARTS):

@@ -279,7 +279,7 @@ class Step:
         gc.disable()
         library.set_lag("all", 1e7)
         try:
-            before, waits = library.counts(), len(simulated().host_waits())
+            before, waits = library.counts(), library.host_wait_count()
             started, calls = len(simulated().started_collectives()), Calls()
             with store_requests() as requests:
                 self.run(calls)
@@ -297,7 +297,7 @@ class Step:
             found["record_stream"],
             found["allocations"],
             calls.count,
-            len(simulated().host_waits()) - waits,
+            library.host_wait_count() - waits,
             len(requests),
         )
 

@@ -95,9 +95,9 @@ def unordered_accesses() -> list[str]:
     return library.unordered_accesses()
 
 
-def host_waits() -> list[str]:
-    """Where the host has waited for the device, as texts with Python stacks."""
-    return library.host_waits()
+def host_waits(first: int = 0) -> list[str]:
+    """Where the host has waited for the device, from this wait on, as texts with Python stacks."""
+    return library.host_waits(first)
 
 
 def clear() -> None:

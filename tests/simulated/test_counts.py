@@ -21,7 +21,7 @@ ROWS = [
     for peer in PEERS
     if not (of.options and "contiguous" in peer)  # refused together
 ]
-QUICK = [(next(iter(MODELS)), peer) for peer in (OURS, BEST)]
+QUICK = [(next(iter(MODELS)), OURS)]
 TABLE = "(## {}\n\n)(?:\\|.*\n)*"
 
 

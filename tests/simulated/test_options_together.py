@@ -51,7 +51,7 @@ class Zeroes(Regression):
 def trained(
     accelerator: str, strategy: str, precision: Any, clipping: str, every: int, none: bool
 ) -> dict[str, Tensor]:
-    """Weights after eight batches of each of four ranks."""
+    """Weights after some batches of each of four ranks."""
     options = dict(STRATEGIES[strategy])
     if precision == "bf16-true":
         options["grad_dtype"] = torch.float32
@@ -63,7 +63,7 @@ def trained(
         settings["precision"] = precision
     module = Zeroes(none)
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    trainer(ours(**options), **settings).fit(module, data(8, 4 * RANKS // dist.get_world_size()))
+    trainer(ours(**options), **settings).fit(module, data(2 * max(every, 2), 4 * RANKS // dist.get_world_size()))
     after = {name: value.cpu().float() for name, value in module.cpu().state_dict().items()}
     assert all(not torch.equal(after[name], value) for name, value in before.items()), "it has trained"
     if accelerator == "sim":
@@ -216,12 +216,11 @@ PROGRAMS = [
     MovesAverages,
 ]
 QUICK_PROGRAMS = [
-    (Turns, "sharded"),
-    (LooksAtGradients, "plain"),
+    (LooksAtGradients, "sharded"),
     (ReplacesGradients, "bf16 hook"),
     (OtherCollectives, "shard groups"),
 ]
-"""Each strategy. ``test_streams.py`` and ``test_training.py`` have the other programs on two ranks."""
+"""The other programs have quick tests in ``test_streams.py`` and ``test_training.py``, on two ranks."""
 REFUSED = [(ReplacesGradients, "sharded"), (ReplacesGradients, "shard groups")]
 """A sharded gradient lets nobody put another tensor in its place."""
 
@@ -254,7 +253,7 @@ def two_trained(device: torch.device, strategies: tuple[str, str]) -> list[Tenso
     optimizers = [torch.optim.SGD(wrapper.parameters(), lr=0.1) for wrapper in wrappers]
     for wrapper, optimizer in zip(wrappers, optimizers, strict=True):
         wrapper.prepare_optimizer(optimizer)
-    for step in range(6):
+    for step in range(4):
         inputs, targets = (each.to(device) for each in batch(step, dist.get_rank()))
         first, second = (wrapper(inputs) for wrapper in (wrappers if step % 2 else wrappers[::-1]))
         nn.functional.mse_loss(first + second, targets).backward()
@@ -269,7 +268,10 @@ def two_trained(device: torch.device, strategies: tuple[str, str]) -> list[Tenso
     return weights
 
 
-@on_ranks(RANKS, cases={"plain, sharded": ("plain", "sharded"), "hook, groups": ("bf16 hook", "shard groups")})
+PAIRS = {"plain, sharded": ("plain", "sharded"), "hook, groups": ("bf16 hook", "shard groups")}
+
+
+@on_ranks(RANKS, cases=PAIRS, quick=["hook, groups"])
 def test_two_wrappers_in_one_backward_train_as_on_the_cpu(first: str, second: str) -> None:
     expected = two_trained(CPU, (first, second))
     simulated().clear()

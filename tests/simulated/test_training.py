@@ -28,7 +28,7 @@ BF16 = torch.bfloat16
 
 
 def clip(wrapper: Any, module: nn.Module, device: torch.device) -> None:
-    wrapper.clip_grad_norm_(0.1)
+    assert not waits_in(partial(wrapper.clip_grad_norm_, 0.1), device), "clipping makes nobody wait"
 
 
 def unfreeze(module: nn.Module, step: int) -> None:
@@ -79,21 +79,18 @@ def test_options_train_to_the_bits_of_the_cpu(name: str) -> None:
     compare(CASES[name], from_pass=6 if "unfreezing" in name else 4)
 
 
-@on_ranks(2)
-def test_ranks_with_unused_parameters_wait_once_a_pass() -> None:
+WITH_UNUSED: dict[str, Any] = {
+    "plain": {},
+    "looked for": {"find_unused_parameters": True},
+    "sharded": {"shard_optimizer": True},
+}
+
+
+@on_ranks(2, cases=WITH_UNUSED, quick=["looked for", "sharded"])
+def test_ranks_with_unused_parameters_wait_once_a_pass(options: dict[str, Any]) -> None:
     """A rank must know whether others have used the parameter: the control vector tells."""
-    for options in ({}, {"find_unused_parameters": True}, {"shard_optimizer": True}):
-        found = compare(Case(options, model=Unused), allowed_waits=["synchronize an event"])
-        assert any(found.waits), "nobody had to wait"
-
-
-def clip_without_waits(wrapper: Any, module: nn.Module, device: torch.device) -> None:
-    assert not waits_in(partial(clip, wrapper, module, device), device)
-
-
-@on_ranks(2, cases={"plain": {}, "sharded": {"shard_optimizer": True}}, quick=["sharded"])
-def test_clipping_makes_nobody_wait(options: dict[str, Any]) -> None:
-    compare(Case(options, after_backward=clip_without_waits))
+    found = compare(Case(options, model=Unused), allowed_waits=["synchronize an event"])
+    assert any(found.waits), "nobody had to wait"
 
 
 @on_ranks(2)
@@ -155,8 +152,7 @@ SKIPPING: dict[str, Any] = {"plain": {}, "sharded": {"shard_optimizer": True}, "
 def test_skipping_steps_waits_twice_a_pass(options: dict[str, Any]) -> None:
     """For the control vector, and for what the ranks found in the gradients."""
     options = {"skip_step_on": ["nonfinite", "oom"], "skip_norm_above": 50.0, **options}
-    for model in (Mlp, TwoStreams):
-        compare(Case(options, model), allowed_waits=["synchronize an event", "copy to the host"])
+    compare(Case(options, TwoStreams), allowed_waits=["synchronize an event", "copy to the host"])
     with warnings.catch_warnings(action="ignore"):
         compare(Case(options, before_step=break_one), from_pass=10)
 
@@ -184,6 +180,12 @@ def test_two_levels_train_as_on_the_cpu(options: dict[str, Any]) -> None:
     with nodes_of_size(2):
         assert BucketDDP(Mlp().to(DEVICE))._passes.wrapped.context.levels is None, "not by default"
         compare(Case(options, tolerance=1e-6))  # communicators add up in another order than gloo
+
+
+@pytest.mark.slow
+@on_ranks(4, cases=TWO_LEVELS)
+def test_two_levels_train_two_streams_in_low_precision_as_on_the_cpu(options: dict[str, Any]) -> None:
+    with nodes_of_size(2):
         compare(Case(options, dtype=BF16, model=TwoStreams, tolerance=1e-2))
 
 

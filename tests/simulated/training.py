@@ -121,9 +121,9 @@ class Trained:
 
 
 def waits_in(run: Callable[[], None], device: torch.device) -> list[str]:
-    before = 0 if device == CPU else len(simulated().host_waits())
+    before = 0 if device == CPU else simulated().library.host_wait_count()
     run()
-    return [] if device == CPU else simulated().host_waits()[before:]
+    return [] if device == CPU else simulated().host_waits(before)
 
 
 @contextmanager

@@ -19,10 +19,18 @@ from tests.traces.scenarios import SCENARIOS
 GOLDEN = Path(__file__).parent / "golden"
 TIMES_WHEN_UPDATING = 3
 LIKE_OTHERS = {
+    *("divided_by_tokens", "max_abs_grad", "two_replicas_in_each_process", "module_buffers_with_accumulation"),
+    *("parameters_that_no_rank_uses", "gradients_by_autograd_grad"),
     *("plain_three_ranks", "sharded_three_ranks", "wire_fp16_three_ranks", "accumulation_from_the_second_step"),
     *("hook_fp16", "divided_by_an_integer", "sparse_mean_with_accumulation", "sharded_in_groups_of_one"),
     *("sharded_accumulation", "sharded_many_buckets", "unfreezing", "gan_with_two_wrappers", "zero_grad_to_zeros"),
-    *("join_by_initial_world_size", "trainer_uneven_inputs_by_world_size", "trainer_branch_by_rank", "fabric_plain"),
+    *(
+        "compiled",
+        "join_by_initial_world_size",
+        "trainer_uneven_inputs_by_world_size",
+        "trainer_branch_by_rank",
+        "fabric_plain",
+    ),
 }
 """Scenarios whose collectives are those of another one, with another number, dtype or order: slow tests."""
 

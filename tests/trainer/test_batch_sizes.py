@@ -230,12 +230,12 @@ def test_memory_that_runs_out_in_the_middle_of_backward_counts() -> None:
     find_and_train("backward", "binsearch")
 
 
-@on_ranks(2, cases=({}, {"state_dict_type": "sharded"}))
+@on_ranks(2, cases={"plain": {}, "in parts": {"state_dict_type": "sharded"}}, quick=["in parts"])
 def test_a_size_is_found_with_a_sharded_optimizer(options: dict[str, Any]) -> None:
     find_and_train("backward", shard_optimizer=True, **options)
 
 
-@on_ranks(2, cases=["training_step", "backward"])
+@on_ranks(2, cases=["training_step", "backward"], quick=["backward"])
 def test_a_trial_that_runs_out_of_memory_is_no_skipped_step(where: str) -> None:
     find_and_train(where, skip_step_on=["oom", "nonfinite"])
 

@@ -115,7 +115,9 @@ COUNTED = [("fit", 101, 8, False), ("fit", 97, 1, False), ("validate", 97, 8, Fa
 COUNTED += [("test", 101, 1, False), ("test", 3, 8, False), ("fit", 97, 1, True)]
 
 
-@on_ranks(2, 3, cases=COUNTED)
+@on_ranks(
+    2, 3, cases=COUNTED, quick=["fit, 101, 8, False", "validate, 3, 1, False", "test, 3, 8, False", "fit, 97, 1, True"]
+)
 def test_each_sample_counts_once(stage: str, samples: int, size: int, sharded: bool) -> None:
     strategy = ours(exact_evaluation=True, shard_optimizer=sharded)
     with warnings.catch_warnings(record=True, action="always") as warned:
@@ -168,7 +170,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@on_ranks(3, cases=REFUSED, fresh=True)
+@on_ranks(3, cases=REFUSED, quick=["too few samples", "no batch size"], fresh=True)
 def test_what_cannot_be_divided_is_an_error(loader: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         evaluate(ours(exact_evaluation=True), loader(), "fit")

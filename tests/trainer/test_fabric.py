@@ -64,10 +64,13 @@ def train(kind: str, feature: str) -> tuple[nn.Module, Fabric]:
     return model, fabric
 
 
-FEATURES = ["batchnorm, adamw", "accumulate", "clip norm", "clip value", "bf16-mixed", "scaler", "plain backward"]
+FEATURES = [
+    *("batchnorm, adamw", "accumulate", "clip norm", "clip value", "bf16-mixed", "scaler", "plain backward"),
+    "marked",
+]
 
 
-@on_ranks(2, cases=[*FEATURES, "marked", "compiled"])
+@on_ranks(2, cases={feature: feature for feature in (*FEATURES, "compiled")}, quick=FEATURES)
 def test_weights_are_those_of_ddp(feature: str) -> None:
     theirs, _ = train("ddp", feature)
     ours, fabric = train("bucketddp", feature)

@@ -64,7 +64,7 @@ BY_RANK = [(kind, 1, False) for kind in ("constant loss", "branch", "some silent
 BY_RANK += [("local only", 2, False), ("some silent", 2, True), ("all silent", 1, True)]
 
 
-@on_ranks(3, cases=BY_RANK)
+@on_ranks(3, 2, cases=BY_RANK)
 def test_the_loss_may_depend_on_the_rank_or_be_none(kind: str, accumulate: int, with_scaler: bool) -> None:
     """None counts as zero. Of all ranks it skips the step."""
     world, plugins = dist.get_world_size(), [scaler(8.0)] if with_scaler else []
@@ -144,7 +144,7 @@ IN_VALIDATION: dict[str, Any] = {
 }
 
 
-@on_ranks(2, 3, cases=IN_VALIDATION, quick=["plain", "accumulated in shards", "without buffers"])
+@on_ranks(2, 3, cases=IN_VALIDATION, quick=["accumulated in shards", "without buffers"])
 def test_backwards_in_validation_on_one_rank_are_its_own(strategy: dict[str, Any], options: dict[str, Any]) -> None:
     models = Saliency(looks=True), Saliency(looks=False)
     for model in models:
@@ -242,7 +242,7 @@ def test_a_rank_that_skips_a_backward_is_named() -> None:
         trainer(ours(), callbacks=[wait]).fit(Backwards(1 - rank, 1), data())
 
 
-@on_ranks(2, cases=[1, 3], fresh=True)
+@on_ranks(2, cases=[1, 3], quick=["3"], fresh=True)
 def test_another_number_of_backwards_is_an_error_on_all_ranks(of_rank_0: int) -> None:
     """As with PPO that stops early on KL."""
     rank, fewer = dist.get_rank(), int(of_rank_0 > 2)

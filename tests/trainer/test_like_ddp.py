@@ -136,7 +136,7 @@ class Scaled(Regression):
         self.differences.append(drift(self))
 
 
-@on_ranks(2, cases=((12, None), (26, {"val_check_interval": 2})))
+@on_ranks(2, cases={"trained": (12, None), "validated": (26, {"val_check_interval": 2})}, quick=["validated"])
 def test_ranks_train_and_validate_with_the_same_module_buffers(seen: int, flags: dict[str, Any] | None) -> None:
     theirs, model = Scaled(), Scaled()
     for strategy, net in ((ddp(), theirs), (ours(), model)):

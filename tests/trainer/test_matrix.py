@@ -118,7 +118,7 @@ class Recomputed(Citizen):
 
 @dataclass
 class Row:
-    """What differs from an ordinary run: two epochs of six batches.
+    """What differs from an ordinary run: two epochs of six batches, and two to validate with.
 
     Lists in ``options`` hold factories. ``passes`` counts reductions where there is not one a step. With BatchNorm,
     ``metrics`` are not compared: with ``ddp`` each rank validates with its own statistics.
@@ -183,20 +183,22 @@ CALLBACKS = [
 ]
 ROWS = {row.name: row for row in LOOPS + OPTIMISATION + PRECISION + CALLBACKS}
 QUICK = {
-    *("limits, accumulation", "max_steps within an epoch", "several loaders"),
-    *("all_gather, clipped by norm", "configure_model, own clipping", "manual, plain backward, no_sync"),
-    *("manual, with closures", "toggled networks", "bf16-true", "16-mixed, clipped", "16-mixed, infinite on one"),
-    *("moving average", "early stopping"),
+    *("limits, accumulation", "several loaders"),
+    *("all_gather, clipped by norm", "manual, plain backward, no_sync", "manual, with closures"),
+    *("bf16-true", "16-mixed, infinite on one", "moving average", "early stopping"),
 }
-"""Of each kind of loop, optimisation, precision and callback one. The others are slow tests."""
+"""Of each kind of loop, optimisation, precision and callback one. The others are slow tests. Networks that are toggled
+have quick tests in ``optim/test_in_trainers.py``."""
 
 
 def outcome(row: Row, strategy: Any, module: Callable[[], Any], *callbacks: pl.Callback) -> tuple[Any, dict[str, Any]]:
     logger = Memory()
-    options = {"max_epochs": 2, "logger": logger, "log_every_n_steps": 1, "num_sanity_val_steps": 0, **row.options}
+    limits = dict.fromkeys(("limit_val_batches", "limit_test_batches", "limit_predict_batches"), 2)
+    options = {"max_epochs": 2, "logger": logger, "log_every_n_steps": 1, "num_sanity_val_steps": 0, **limits}
+    options |= row.options
     made = {key: [make() for make in value] if isinstance(value, list) else value for key, value in options.items()}
     made["callbacks"] = [*made.get("callbacks", []), *callbacks]
-    pl.seed_everything(3)
+    torch.manual_seed(3)
     model, runs = module(), trainer(strategy, **made)
     runs.fit(model, row.data(), row.data())
     values: dict[str, Any] = {

@@ -76,7 +76,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@on_ranks(2, cases=CASES, timeout=120)
+@on_ranks(2, cases=CASES, quick=["module buffers", "sharded"], timeout=120)
 def test_a_slow_rank_is_logged_and_named_once(slow: int, model: dict[str, Any], options: dict[str, Any]) -> None:
     slow %= dist.get_world_size()
     memory = Memory()
@@ -121,7 +121,7 @@ def test_metrics_go_to_every_logger_and_accumulation_is_waited_for() -> None:
     assert other.logged == memory.logged
 
 
-@on_ranks(2, cases=[{}, {"shard_optimizer": True}])
+@on_ranks(2, cases={"plain": {}, "sharded": {"shard_optimizer": True}}, quick=["sharded"])
 def test_it_sends_one_small_collective_every_n_steps(options: dict[str, Any]) -> None:
     def sent(*monitors: CommunicationMonitor) -> list[str]:
         with recording() as recorder:

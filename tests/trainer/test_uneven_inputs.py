@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_bucketddp.trainer.uneven_loader import EvenedLoader
 from tests.lightning_models import Regression, ours, trainer
 from tests.models import batch
-from tests.pool import case, on_ranks
+from tests.pool import on_ranks
 from tests.reference import WHERE, drift, everyones
 
 AGAIN, OWN, PAUSE, NEXT_TIME = 1, 2, 3, 4
@@ -147,34 +147,37 @@ def reference(divide_by: str, kind: str, accumulate: int) -> dict[str, Tensor]:
     return model.net.state_dict()
 
 
-RUNS: dict[int, list[tuple[str, str, str, int]]] = {
-    2: [
-        ("world_size", "automatic", "stream", 2),
-        ("active_ranks", "automatic", "sized", 2),
-        ("active_ranks", "automatic", "sized", 5),
-        ("world_size", "manual", "sized", 1),
-        ("world_size", "tokens", "sized", 1),
-    ],
-    3: [("active_ranks", "automatic", "stream", 1), ("world_size", "asks", "sized", 1)],
-}
+RUNS = [
+    ("world_size", "automatic", "stream", 2),
+    ("active_ranks", "automatic", "stream", 1),
+    ("active_ranks", "automatic", "sized", 2),
+    ("active_ranks", "automatic", "sized", 5),
+    ("world_size", "manual", "sized", 1),
+    ("world_size", "tokens", "sized", 1),
+    ("world_size", "asks", "sized", 1),
+]
 
 
-@on_ranks(2, 3)
-def test_ranks_that_run_out_do_not_count() -> None:
+QUICK = [
+    *("world_size, automatic, stream, 2", "active_ranks, automatic, stream, 1", "world_size, manual, sized, 1"),
+    "world_size, tokens, sized, 1",
+]
+
+
+@on_ranks(2, 3, cases=RUNS, quick=QUICK)
+def test_ranks_that_run_out_do_not_count(divide_by: str, kind: str, loader: str, accumulate: int) -> None:
     """A rank that runs out within a cycle of accumulation counts in that cycle."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    for divide_by, kind, loader, accumulate in RUNS[world_size]:
-        with case(divide_by, kind, loader, accumulate):
-            model, divisor = Model(kind), "tokens" if kind == "tokens" else "world_size"
-            strategy = ours(uneven_inputs=divide_by, gradient_divide_by=divisor)
-            runs = trainer(strategy, max_epochs=2, accumulate_grad_batches=accumulate, num_sanity_val_steps=1)
-            runs.fit(model, own(loader), own(count=2 + rank))
-            assert model.validated == 1 + 2 * (2 + rank), "validation goes through each rank's own batches"
-            assert runs.fit_loop.epoch_loop.batch_progress.total.ready == 2 * max(LENGTHS[:world_size])
-            assert runs.global_step == {1: 10, 2: 6, 5: 2}[accumulate]
-            assert kind != "asks" or model.expected_steps == runs.global_step
-            torch.testing.assert_close(model.net.state_dict(), reference(divide_by, kind, accumulate))
-            assert drift(model) == 0
+    model, divisor = Model(kind), "tokens" if kind == "tokens" else "world_size"
+    strategy = ours(uneven_inputs=divide_by, gradient_divide_by=divisor)
+    runs = trainer(strategy, max_epochs=2, accumulate_grad_batches=accumulate, num_sanity_val_steps=1)
+    runs.fit(model, own(loader), own(count=2 + rank))
+    assert model.validated == 1 + 2 * (2 + rank), "validation goes through each rank's own batches"
+    assert runs.fit_loop.epoch_loop.batch_progress.total.ready == 2 * max(LENGTHS[:world_size])
+    assert runs.global_step == {1: 10, 2: 6, 5: 2}[accumulate]
+    assert kind != "asks" or model.expected_steps == runs.global_step
+    torch.testing.assert_close(model.net.state_dict(), reference(divide_by, kind, accumulate))
+    assert drift(model) == 0
 
 
 @on_ranks(2)

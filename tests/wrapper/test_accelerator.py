@@ -159,26 +159,40 @@ def built(model: str) -> Callable[[], nn.Module]:
     return lambda: build(model).to(DEVICE)
 
 
-def parity(setting: str) -> None:
-    ids = {"device_ids": [torch.accelerator.current_device_index()]}
-    for model in ("mlp", "shared_weights", "mixed_dtypes", "checkpoint_reentrant"):
-        early = alike(setting, built(model), **ids)
-        assert early > 0 or model == "shared_weights", f"{model}: no bucket was launched early"  # it has one bucket
-    for find_unused in (False, True):
-        alike(setting, lambda: Branches().to(DEVICE), TAKES, find_unused_parameters=find_unused)
-    if setting == TWO:
-        for way in WAYS:
-            alike(setting, built("mlp"), **options_for(way))
-        if not SHARED:  # torch's SyncBatchNorm sends the device's tensors by its own backend alone
-            alike(setting, lambda: convert_sync_batchnorm(ConvBatchNorm().to(DEVICE)))
+MODELS = ("mlp", "shared_weights", "mixed_dtypes", "checkpoint_reentrant")
+UNUSED = {"unused parameters": False, "unused parameters that are looked for": True}
+COMMON = [*MODELS, *UNUSED]
+AMONG_TWO = [*WAYS, "sync batchnorm"]
 
 
-settings = pytest.mark.parametrize("setting", [ALONE, SENDING, pytest.param(TWO, marks=gloo)])
+def parity(setting: str, what: str) -> None:
+    if what in MODELS:
+        early = alike(setting, built(what), device_ids=[torch.accelerator.current_device_index()])
+        assert early > 0 or what == "shared_weights", "no bucket was launched early"  # it has one bucket
+    elif what in UNUSED:
+        alike(setting, lambda: Branches().to(DEVICE), TAKES, find_unused_parameters=UNUSED[what])
+    elif what in WAYS:
+        alike(setting, built("mlp"), **options_for(what))
+    else:
+        alike(setting, lambda: convert_sync_batchnorm(ConvBatchNorm().to(DEVICE)))
 
 
-@settings
-def test_gradients_are_those_of_one_process(run_ranks: RunRanks, setting: str) -> None:
-    run_ranks(RANKS[setting], parity, setting)
+def run_in(run_ranks: RunRanks, setting: str, job: Callable[[str, str], None], what: str) -> None:
+    sends = DEVICE.type in dist.Backend.backend_capability["gloo"] and what != "sync batchnorm"
+    if setting == TWO and SHARED and not sends:  # torch's SyncBatchNorm sends by the device's own backend alone
+        pytest.skip(f"needs two devices, or gloo to send tensors of {DEVICE}")
+    run_ranks(RANKS[setting], job, setting, what)
+
+
+@pytest.mark.parametrize(
+    ("what", "setting"),
+    some_slow(
+        [*product(COMMON, RANKS), *product(AMONG_TWO, [TWO])],
+        [*in_turn(COMMON, [SENDING, TWO, ALONE]), ("own hook", TWO), ("wire", TWO)],
+    ),
+)
+def test_gradients_are_those_of_one_process(run_ranks: RunRanks, what: str, setting: str) -> None:
+    run_in(run_ranks, setting, parity, what)
 
 
 REPLICAS = [(ALONE, False), (SENDING, False), (ALONE, True)]
@@ -339,20 +353,37 @@ class TwoStreams(nn.Module):
         return (outputs["main"] + outputs["side"]).view(-1, 4, SIZE // 16).sum(2)
 
 
-def streams_by_setting(setting: str) -> None:
-    for late, first in product(("main", "side"), repeat=2):
-        cap = 25 if late == first else 0.25  # or two buckets
-        # Its output has one size: so the reference takes one rank's batch after the other.
-        takes = [("", "")] * len(STEPS) if setting == TWO else None
-        alike(setting, partial(TwoStreams, late, first), takes, bucket_cap_mb=cap)
-    side = torch.Stream(DEVICE)
-    for forward in (None, side):
+LATE_AND_FIRST = {f"{late} late, {first} first": (late, first) for late, first in product(("main", "side"), repeat=2)}
+ASIDE = ("backward aside", "both aside")
+
+
+def by_streams(setting: str, what: str) -> None:
+    if what in ASIDE:
+        side = torch.Stream(DEVICE)
+        forward = side if what == "both aside" else None
         alike(setting, lambda: nn.Sequential(Mlp(), Late()).to(DEVICE), streams=(forward, side))
+        return
+    late, first = LATE_AND_FIRST[what]
+    cap = 25 if late == first else 0.25  # or two buckets
+    # Its output has one size: so the reference takes one rank's batch after the other.
+    takes = [("", "")] * len(STEPS) if setting == TWO else None
+    alike(setting, partial(TwoStreams, late, first), takes, bucket_cap_mb=cap)
 
 
-@pytest.mark.parametrize("setting", [ALONE, SENDING, pytest.param(TWO, marks=[gloo, pytest.mark.slow])])
-def test_launches_and_the_caller_wait_for_the_streams_of_gradients(run_ranks: RunRanks, setting: str) -> None:
-    run_ranks(RANKS[setting], streams_by_setting, setting)
+STREAMS = [*LATE_AND_FIRST, *ASIDE]
+
+
+@pytest.mark.parametrize(
+    ("what", "setting"),
+    some_slow(
+        product(STREAMS, RANKS),
+        [*product(LATE_AND_FIRST, [SENDING]), (STREAMS[1], ALONE), *in_turn(ASIDE, [ALONE, SENDING])],
+    ),
+)
+def test_launches_and_the_caller_wait_for_the_streams_of_gradients(
+    run_ranks: RunRanks, what: str, setting: str
+) -> None:
+    run_in(run_ranks, setting, by_streams, what)
 
 
 @on_ranks(1)

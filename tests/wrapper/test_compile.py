@@ -52,7 +52,7 @@ def train(model: nn.Module, inputs: Tensor, target: Tensor) -> None:
 PLACES = {where: where for where in ("module", "module.compile()", "layers", "wrapper", "step")}
 
 
-@on_ranks(2, cases=PLACES, quick=["layers", "wrapper"])
+@on_ranks(2, cases=PLACES, quick=["wrapper"])
 def test_gradients_are_the_same_wherever_it_is_compiled(where: str) -> None:
     plain = Blocks()
     original = copy.deepcopy(plain)
@@ -117,7 +117,7 @@ CUTS: dict[str, Any] = {
 }
 
 
-@on_ranks(2, cases=CUTS, quick=["at each bucket", "not without overlap"])
+@on_ranks(2, cases=CUTS, quick=["at each bucket"])
 def test_graphs_are_cut_where_buckets_are_full(config: dict[str, Any], options: dict[str, Any], pieces: int) -> None:
     with fresh_compiler(**config):
         events = events_of_a_pass(**options)

@@ -18,6 +18,7 @@ from lightning_bucketddp.comm import broadcast
 from lightning_bucketddp.peers.agreement import WrapError
 from tests.pool import on_ranks
 from tests.reference import WHERE, assert_grads, backward, drift, inputs_of, mean_grads, raises_soon, train
+from tests.sampling import in_turn
 
 
 class Replacing(nn.Module):
@@ -45,7 +46,7 @@ KEPT: dict[str, Callable[[Tensor], Tensor]] = {
 REPLACED = {f"{name}, {mode}": [keep, mode] for name, keep in KEPT.items() for mode in ("broadcast", "mean")}
 
 
-@on_ranks(2, cases=REPLACED)
+@on_ranks(2, cases=REPLACED, quick=map(", ".join, in_turn([*KEPT], ["broadcast", "mean"])))
 def test_a_graph_keeps_what_a_module_buffer_was_replaced_by(keep: Callable[[Tensor], Tensor], mode: str) -> None:
     """Two forwards and one backward: the second forward synchronises what the first one's graph has saved."""
     plain = Replacing(keep)
@@ -126,7 +127,13 @@ NOT_SENT: dict[str, list[Any]] = {
 }
 
 
-@on_ranks(2, cases={f"{kind} on {where}": [*args, where] for kind, args in NOT_SENT.items() for where in ("all", 0, 1)})
+WHERES = ("all", 0, 1)
+SOME = [f"{kind} on {where}" for kind, where in in_turn([*NOT_SENT], WHERES)]
+
+
+@on_ranks(
+    2, cases={f"{kind} on {where}": [*args, where] for kind, args in NOT_SENT.items() for where in WHERES}, quick=SOME
+)
 def test_what_cannot_be_sent_is_named_on_all_ranks(make: Callable[[], Tensor], words: str, where: int | str) -> None:
     rank, module = dist.get_rank(), nn.Sequential(nn.Linear(8, 4))
     here = where in ("all", rank)

@@ -240,7 +240,10 @@ DO_NOT_MEET: dict[str, list[Any]] = {  # job, argument, errors by rank
 }
 
 
-@on_ranks(2, cases=DO_NOT_MEET, fresh=True)
+SOME = ["backward raises", "other layer in backward", "other model", "backward ends", "alone in the module"]
+
+
+@on_ranks(2, cases=DO_NOT_MEET, quick=SOME, fresh=True)
 def test_ranks_that_do_not_meet_in_a_layer_raise(job: Any, argument: str, *errors: str) -> None:
     errors_of_all = (ArithmeticError, PeerFailureError, RankMismatchError)
     with raises_soon(*errors_of_all, match=errors[dist.get_rank()]):

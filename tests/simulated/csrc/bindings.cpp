@@ -42,7 +42,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("finish_all", &finish_all, py::call_guard<py::gil_scoped_release>());
 
   module.def("unordered_accesses", &unordered_accesses, py::call_guard<py::gil_scoped_release>());
-  module.def("host_waits", &host_waits, py::call_guard<py::gil_scoped_release>());
+  module.def("host_wait_count", &host_wait_count);
+  module.def("host_waits", &host_waits, py::arg("first") = 0, py::call_guard<py::gil_scoped_release>());
   module.def("clear_reports", &clear_reports);
   module.def("operators_not_queued", &operators_not_queued);
   module.def("counts", [] {

@@ -174,12 +174,16 @@ std::vector<std::string> unordered_accesses() {
   }
   return texts;
 }
-std::vector<std::string> host_waits() {
+size_t host_wait_count() {
+  Lock lock(mutex());
+  return the_checker().waits.size();
+}
+std::vector<std::string> host_waits(size_t first) {
   Lock lock(mutex());
   auto waits = the_checker().waits;
   lock.unlock();
   std::vector<std::string> texts;
-  for (auto& found : waits) texts.push_back(found.what + "\n" + text_of(found.where));
+  for (size_t i = first; i < waits.size(); i++) texts.push_back(waits[i].what + "\n" + text_of(waits[i].where));
   return texts;
 }
 void clear_reports() {

@@ -78,7 +78,8 @@ void forget(Range, const std::vector<Clock>&);
 void note_host_wait(const std::string& what, const Where&);
 
 std::vector<std::string> unordered_accesses(); // as text, each once
-std::vector<std::string> host_waits();
+size_t host_wait_count();
+std::vector<std::string> host_waits(size_t first);
 void clear_reports();
 
 // ------------------------------------------------------------------------------------------------ streams

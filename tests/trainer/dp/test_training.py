@@ -120,12 +120,12 @@ def test_lower_precision_reaches_all_replicas(precision: Any, share: bool) -> No
 def test_data_and_devices_of_other_kinds() -> None:
     expected, single = Digits(), Digits()
     fit(expected)
-    fit(single, loader=digits(batch_size=1))
+    fit(single, loader=digits(count=7, batch_size=1))
     for devices, loader, wanted in (
         (2, DataLoader(list(digits()), batch_size=None), expected),
         (1, digits(), expected),
         (5, digits(), expected),
-        (2, digits(batch_size=1), single),  # nothing to split
+        (2, digits(count=7, batch_size=1), single),  # nothing to split
     ):
         model = Digits()
         assert isinstance(fit(model, devices, loader=loader, strategy="bucketdp").strategy, BucketDPStrategy)
