@@ -33,7 +33,7 @@ class PacedLayer(nn.Module):
 
     def __init__(self, numel: int, forward_s: float, backward_s: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(numel))
+        self.weight = nn.Parameter(torch.zeros(1, numel))  # of two dimensions: biases do not travel in 8 bits
         self.forward_s, self.backward_s = forward_s, backward_s
 
     def forward(self, x: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -158,13 +159,16 @@ class Collectives(Group):
             yield Stage(self.group.allreduce([wire.real(flat)], op), followed=False)
 
     def _mean_in(self, dtype: torch.dtype, flat: Tensor, pack: Pack, second: Collectives) -> Stages:
+        if self.world_size == 2:  # an all-gather has as many bytes, and is one round
+            numel, sent_as = wire.message_numel(dtype, flat, 2)
+            with self._memory(2 * numel, sent_as, flat.device) as received:
+                wire.message_in(dtype, flat, pack, 2, self.shard(received))
+                yield Stage(self._gather(received), (received,))
+                flat = wire.real(flat)
+                self._average(wire.values_of(received).view(2, -1)[:, : flat.numel()], flat)
+            return
         sent = wire.message_in(dtype, flat, pack, self.world_size)
         flat = wire.real(flat)
-        if self.world_size == 2:  # an all-gather has as many bytes, and is one round
-            received = sent.new_empty(2 * sent.numel())
-            yield Stage(self._gather(received, sent), (sent, received))
-            self._average(wire.values_of(received).view(2, -1)[:, : flat.numel()], flat)
-            return
         received, handle = self._exchange(sent, with_own=True)
         yield Stage(handle, (sent, received))
         parts, part = wire.values_of(received).view(self.world_size, -1), self.shard(sent)
@@ -176,6 +180,11 @@ class Collectives(Group):
             self._average(parts, part)  # rounds: this rank keeps what the others get
         yield Stage(second._gather(sent))
         flat.copy_(wire.values_of(sent)[: flat.numel()])
+
+    @contextmanager
+    def _memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
+        """Memory (1-D) inside the context."""
+        yield torch.empty(numel, dtype=dtype, device=device)
 
     def _average(self, parts: Tensor, out: Tensor) -> None:
         """Write the mean of the ranks' parts (ranks, elements), summed in fp32 at least."""
@@ -240,11 +249,10 @@ class Collectives(Group):
         """Fill ``flat`` with every rank's :meth:`shard` of it, as :meth:`all_gather_shards` does."""
         yield Stage(self._gather(flat))
 
-    def _gather(self, flat: Tensor, mine: Tensor | None = None) -> Handle:
-        """Start filling ``flat`` with every rank's shard, which is there or ``mine``; all shards have one length."""
+    def _gather(self, flat: Tensor) -> Handle:
+        """Start filling ``flat`` with every rank's shard, where all shards have one length."""
         values = wire.real(flat)
-        mine = self.shard(values) if mine is None else mine
-        return dist.all_gather_single(values, mine, group=self.group, async_op=True)
+        return dist.all_gather_single(values, self.shard(values), group=self.group, async_op=True)
 
     def _exchange(self, sent: Tensor, with_own: bool) -> tuple[Tensor, Handle]:
         """Start giving each rank its part of all ranks' ``sent``; return memory for the parts, by rank.

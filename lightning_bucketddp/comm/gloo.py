@@ -8,7 +8,8 @@ node, too, it sends through sockets: the system copies each byte twice.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import starmap
 
 import torch
@@ -63,6 +64,10 @@ class GlooCollectives(Collectives):
     """
 
     _by_gloo = True
+
+    def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
+        super().__init__(process_group, device)
+        self._spare: list[Tensor] = []  # of bytes; as many as messages have been under way at once
 
     def split(self, members: Sequence[Sequence[int]], backend: str | None = None) -> Collectives:
         """As on any backend. And wait until all ranks have connected: the subgroup may be destroyed at once."""
@@ -126,18 +131,29 @@ class GlooCollectives(Collectives):
         """As on any backend, for every dtype that torch has."""
         return super().all_gather_shards(flat.view(torch.uint8))
 
-    def _gather(self, flat: Tensor, mine: Tensor | None = None) -> Handle:
-        mine = self.shard(flat) if mine is None else mine
+    def _gather(self, flat: Tensor) -> Handle:
+        mine = self.shard(flat)
         if flat.nbytes <= SHORT_BYTES:
             return self.group.all_to_all_single(flat, torch.cat([mine] * self.world_size), [], [])
         if not self._in_pieces(flat):
-            return super()._gather(flat, mine)
-        step = PIECE_BYTES // flat.element_size()
-        parts = [part.split(step) for part in flat.view(self.world_size, -1)]
+            return super()._gather(flat)
+        parts = [part.split(PIECE_BYTES // flat.element_size()) for part in flat.view(self.world_size, -1)]
         return Handles([
-            dist.all_gather(list(pieces), piece, group=self.group, async_op=True)
-            for *pieces, piece in zip(*parts, mine.split(step), strict=True)
+            dist.all_gather(list(pieces), pieces[self.rank], group=self.group, async_op=True)
+            for pieces in zip(*parts, strict=True)
         ])  # fmt: skip
+
+    @contextmanager
+    def _memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
+        """As on any backend, but used again: the system takes freed memory back, and clears pages that it gives."""
+        nbytes = numel * dtype.itemsize
+        memory = self._spare.pop() if self._spare else torch.empty(0, dtype=torch.uint8)
+        if memory.numel() < nbytes:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        try:
+            yield memory[:nbytes].view(dtype)
+        finally:
+            self._spare.append(memory)
 
     def _exchange(self, sent: Tensor, with_own: bool) -> tuple[Tensor, Handle]:
         way = _in_pieces if self._in_pieces(sent) else _in_one

@@ -72,7 +72,7 @@ def padded(flat: Tensor, numel: int) -> Tensor:
     return flat if flat.numel() == numel else torch.cat([flat, flat.new_zeros(numel - flat.numel())])
 
 
-def packed_in(dtype: torch.dtype, flat: Tensor, pack: Pack, world_size: int) -> Tensor:
+def packed_in(dtype: torch.dtype, flat: Tensor, pack: Pack, world_size: int, memory: Tensor | None = None) -> Tensor:
     """Pack a flat tensor into memory of another dtype, with as many elements for each rank.
 
     Args:
@@ -80,15 +80,21 @@ def packed_in(dtype: torch.dtype, flat: Tensor, pack: Pack, world_size: int) -> 
         flat: The tensor.
         pack: Brings its values into memory.
         world_size: Number of ranks.
+        memory: The memory; made here if None.
     """
     values = real(flat)
     if flat.is_complex():
         pack()
         pack = packed(values)
-    numel = shard_length(flat, world_size) * world_size * (values.numel() // flat.numel())
-    sent = values.new_empty(numel, dtype=dtype)
-    pack(memory=sent)
-    return sent
+    if memory is None:
+        memory = values.new_empty(_padded_numel(flat, world_size), dtype=dtype)
+    pack(memory=memory)
+    return memory
+
+
+def _padded_numel(flat: Tensor, world_size: int) -> int:
+    """Real numbers of a flat tensor, with as many for each rank."""
+    return shard_length(flat, world_size) * world_size * (2 if flat.is_complex() else 1)
 
 
 def is_exempt(dims: int, wire_dtype: torch.dtype | None) -> bool:
@@ -96,7 +102,13 @@ def is_exempt(dims: int, wire_dtype: torch.dtype | None) -> bool:
     return wire_dtype is torch.int8 and dims < 2
 
 
-def message_in(dtype: torch.dtype, flat: Tensor, pack: Pack, world_size: int) -> Tensor:
+def message_numel(dtype: torch.dtype, flat: Tensor, world_size: int) -> tuple[int, torch.dtype]:
+    """The length of :func:`message_in`, and the dtype of its elements."""
+    numel = _padded_numel(flat, world_size)
+    return (numel // RECORD_NUMEL * RECORD_BYTES, torch.uint8) if dtype is torch.int8 else (numel, dtype)
+
+
+def message_in(dtype: torch.dtype, flat: Tensor, pack: Pack, world_size: int, message: Tensor | None = None) -> Tensor:
     """Pack a flat tensor into a message, with a part of the same length for each rank.
 
     Args:
@@ -104,12 +116,14 @@ def message_in(dtype: torch.dtype, flat: Tensor, pack: Pack, world_size: int) ->
         flat: The tensor.
         pack: Brings its values into memory.
         world_size: Number of ranks.
+        message: Its memory; made here if None.
     """
     if dtype is not torch.int8:
-        return packed_in(dtype, flat, pack, world_size)
+        return packed_in(dtype, flat, pack, world_size, message)
     values = packed_in(torch.float32, flat, pack, world_size)
     assert values.numel() % (world_size * RECORD_NUMEL) == 0, f"expected whole records, found {values.numel()} values"
-    message = values.new_empty(values.numel() // RECORD_NUMEL * RECORD_BYTES, dtype=torch.uint8)
+    if message is None:
+        message = values.new_empty(values.numel() // RECORD_NUMEL * RECORD_BYTES, dtype=torch.uint8)
     write_8_bits(values, message)
     return message
 
