@@ -86,7 +86,7 @@ def separate_stages(
         return
     if first is not None and not one_machine and first.world_size > 1:
         first.of_stage[0] = collectives.split(first.made_of)
-    if second is not None and second.world_size > 1:
+    if second is not None and second.world_size > 2:  # two ranks have no second stage
         second.of_stage[1] = collectives.split(second.made_of)
 
 

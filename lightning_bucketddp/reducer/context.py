@@ -86,7 +86,8 @@ class WrapperContext:
         if options.shard_optimizer:
             self.groups = ShardGroups(collectives, options.shard_group_size, ranks_each, wire_dtype is not None)
         elif ranks_each is not None:
-            far_twice = wire_dtype is not None and not is_accelerator(self.device)
+            # Two nodes have one stage across.
+            far_twice = wire_dtype is not None and self.nodes.count > 2 and not is_accelerator(self.device)
             self.levels = Levels(collectives, ranks_each, ranks.world_size, far_twice)
         self.skips: StepSkips | None = None
         if options.skips_steps:
