@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 from collections.abc import Sequence
@@ -13,9 +12,6 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-
-
-_hints_of = functools.cache(get_type_hints)  # which evaluates annotations anew in each call
 
 
 def encode(value: object) -> str:
@@ -53,7 +49,7 @@ def _checked(value: Any, kind: Any) -> Any:
         kinds = args if origin is tuple else args * len(value)
         return tuple(_checked(each, kind) for each, kind in zip(value, kinds, strict=True))
     if is_dataclass(kind) and isinstance(value, dict):
-        hints = _hints_of(kind)
+        hints = get_type_hints(kind)
         if value.keys() == hints.keys():
             return cast(Any, kind)(**{name: _checked(value[name], hint) for name, hint in hints.items()})
     elif isinstance(kind, type) and issubclass(kind, Enum):
