@@ -1,6 +1,7 @@
 """Ranks of a node share memory: what they get is right, whatever is late, and where there is none they use sockets."""
 
 import os
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import Mock, patch
@@ -106,15 +107,9 @@ def test_where_a_rank_cannot_open_the_memory_its_node_uses_sockets() -> None:
     expected = seeded(Mlp)
     for each in range(4):
         (loss_at(expected, rank=each) / 4).backward()
-    cannot = [] if rank != 1 else [patch.object(shared_memory, "_opened", return_value=None)]
-    for blocked in cannot:
-        blocked.start()
-    try:
-        with nodes_of_size(2):
-            ours = BucketDDP(seeded(Mlp), bucket_cap_mb=TINY)
-    finally:
-        for blocked in cannot:
-            blocked.stop()
+    cannot = patch.object(shared_memory, "_opened", return_value=None) if rank == 1 else nullcontext()
+    with nodes_of_size(2), cannot:
+        ours = BucketDDP(seeded(Mlp), bucket_cap_mb=TINY)
     near = ours._passes.wrapped.context.levels.near  # type: ignore[union-attr]
     assert isinstance(near, GlooCollectives)
     assert everyones(type(near).__name__) == ["GlooCollectives", "GlooCollectives", SHARED, SHARED]
