@@ -57,7 +57,7 @@ class Waits(Exception):
 def messages(log: list[str]) -> tuple[Any, Any]:
     """The collectives of one rank of two, whose meetings never complete by themselves, and what starts a message."""
     group = Mock()
-    group.all_to_all_single.side_effect = lambda *_: log.append("meets") or Mock(is_completed=lambda: "all met" in log)
+    group.allreduce.side_effect = lambda *_: log.append("meets") or Mock(is_completed=lambda: "all met" in log)
     near: Any = object.__new__(gloo._NodeCollectives)
     near.group, near.world_size, near.rank = group, 2, 0
     near._slots, near._turn, near._met = torch.zeros(2, 2, 16, dtype=torch.uint8), 0, Mock(is_completed=lambda: True)

@@ -6,7 +6,7 @@ line is ``operation, reduce op or root, dtype, elements, role``.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.comm import work
-from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.peers.control import HEADER
 
@@ -61,8 +60,10 @@ class Roles:
         if not sent:
             return ""
         dtype, numel = sent[0].dtype, sum(tensor.numel() for tensor in sent)
-        if operation == "all_to_all_single" and dtype in (torch.int64, torch.uint8):  # a copy for each rank
-            operation, numel = "all_reduce" if dtype is torch.int64 else "all_gather", numel // group.size()
+        if operation == "all_to_all_single" and dtype is torch.int64:  # a copy for each rank
+            operation, numel = "all_reduce", numel // group.size()
+        elif operation == "all_to_all_single" and dtype is torch.uint8:  # the same, or one for the other one of two
+            operation, numel = "all_gather", numel if group.size() == 2 else numel // group.size()
         if operation == "all_reduce" and dtype is torch.int64:
             slots = [(at, len(wrapper.layout.slots)) for at, wrapper in self._open()]
             ended = [at for at, count in slots if numel in (HEADER + count, 3 * count + 3)]
@@ -110,7 +111,7 @@ class Roles:
                     return f"bucket {index} and control{self._of_wrapper(at)}"
                 elif operation == "all_reduce" and group is wrapper.process_group and numel != bucket.numel:
                     continue  # shards are reduced across their groups only
-                elif numel in self._lengths(bucket.numel, group.size(), dtype, wrapper._options):
+                elif numel in (bucket.numel, group.size() * shard, (group.size() - 1) * shard, shard):
                     skipped = (index - self._next_bucket.get(key, 0)) % len(layout.buckets)
                     found.append((skipped, at != self._last_wrapper, at, index))
         if not found:
@@ -119,14 +120,6 @@ class Roles:
         key = (at, self.wrappers[at]().layout, operation, label)  # type: ignore[union-attr]
         self._next_bucket[key], self._last_wrapper, self._after_control = index + 1, at, False
         return f"bucket {index}{self._of_wrapper(at)}"
-
-    @staticmethod
-    def _lengths(numel: int, ranks: int, dtype: torch.dtype, options: Options) -> Sequence[int]:
-        """The lengths of a bucket's messages. In low precision two ranks gather all of its values."""
-        shard = -(-numel // ranks)
-        if dtype is options.wire_dtype and ranks == 2 and not options.shard_optimizer:
-            return [ranks * ranks * shard]
-        return [numel, ranks * shard, (ranks - 1) * shard, shard]
 
     def _begin_anew(self, ended: list[int], label: str) -> None:
         """Expect the first bucket of these wrappers again. Threads may still start stages in groups of their own."""
