@@ -119,6 +119,12 @@ class Regression(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), self.lr)
 
 
+def norms(module: pl.LightningModule) -> dict[str, Tensor]:
+    """Some gradient norms: that of the first parameter, and of all. To log one takes Lightning long."""
+    first, *_, total = grad_norm(module, norm_type=2).items()
+    return dict([first, total])
+
+
 class Citizen(Regression):
     """Logs in every way there is; ``schedule`` names a scheduler."""
 
@@ -139,7 +145,7 @@ class Citizen(Regression):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         super().on_before_optimizer_step(optimizer)
-        self.log_dict(grad_norm(self, norm_type=2))
+        self.log_dict(norms(self))
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         loss = self.loss(batch)
@@ -223,7 +229,7 @@ class Gan(pl.LightningModule):
         return (slope.norm(dim=1) - 1).square().mean()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.log_dict(grad_norm(self, norm_type=2))
+        self.log_dict(norms(self))
 
     def configure_optimizers(self) -> Any:
         optimizers = [torch.optim.Adam(part.parameters(), lr=1e-2) for part in (self.generator, self.critic)]

@@ -7,10 +7,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import cache
 from types import UnionType
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 _T = TypeVar("_T")
+_hints_of = cache(get_type_hints)
 _log = logging.getLogger(__name__)
 
 
@@ -49,9 +51,10 @@ def _checked(value: Any, kind: Any) -> Any:
         kinds = args if origin is tuple else args * len(value)
         return tuple(_checked(each, kind) for each, kind in zip(value, kinds, strict=True))
     if is_dataclass(kind) and isinstance(value, dict):
-        hints = get_type_hints(kind)
+        record = cast(Any, kind)
+        hints = _hints_of(record)
         if value.keys() == hints.keys():
-            return cast(Any, kind)(**{name: _checked(value[name], hint) for name, hint in hints.items()})
+            return record(**{name: _checked(value[name], hint) for name, hint in hints.items()})
     elif isinstance(kind, type) and issubclass(kind, Enum):
         return kind(value)
     elif type(value) is kind:

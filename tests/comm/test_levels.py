@@ -47,7 +47,7 @@ def levels_of(ours: BucketDDP) -> Any:
 def trained(ours: BucketDDP, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.5)
     ours.prepare_optimizer(optimizer)
-    for step in range(8):
+    for step in range(5):
         with local_if(ours, step % 4 == 2):
             loss_at(ours, step).backward()
         if step % 4 != 2:

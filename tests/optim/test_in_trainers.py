@@ -113,7 +113,7 @@ RUNS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]] = {
 AS_DDP = ["accumulated and clipped", "bf16-mixed"]  # others are compared with this strategy, without shards
 
 
-QUICK = ["accumulated and clipped", "scaled", "toggled", "averaged", "pruned"]
+QUICK = ["accumulated and clipped", "toggled", "averaged"]
 
 
 @on_ranks(2, cases={name: [name, *RUNS[name]] for name in RUNS}, quick=QUICK)

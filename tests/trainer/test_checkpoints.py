@@ -282,11 +282,7 @@ class Shifted(Sampler[int]):
     ("name", "shard"),
     some_slow(
         product(AT_EPOCHS, [False, True]),
-        [
-            ("the epoch's end", False),
-            ("a module that asks for the number of steps", True),
-            ("a sampler of the user's", False),
-        ],
+        [("the epoch's end", False), ("a module that asks for the number of steps", True)],
     ),
 )
 @on_ranks(2)

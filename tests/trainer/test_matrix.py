@@ -183,9 +183,8 @@ CALLBACKS = [
 ]
 ROWS = {row.name: row for row in LOOPS + OPTIMISATION + PRECISION + CALLBACKS}
 QUICK = {
-    *("limits, accumulation", "several loaders"),
-    *("all_gather, clipped by norm", "manual, plain backward, no_sync", "manual, with closures"),
-    *("bf16-true", "16-mixed, infinite on one", "moving average", "early stopping"),
+    *("limits, accumulation", "all_gather, clipped by norm", "manual, with closures"),
+    *("16-mixed, infinite on one", "moving average", "early stopping"),
 }
 """Of each kind of loop, optimisation, precision and callback one. The others are slow tests. Networks that are toggled
 have quick tests in ``optim/test_in_trainers.py``."""

@@ -159,8 +159,7 @@ RUNS = [
 
 
 QUICK = [
-    *("world_size, automatic, stream, 2", "active_ranks, automatic, stream, 1", "world_size, manual, sized, 1"),
-    "world_size, tokens, sized, 1",
+    *("world_size, automatic, stream, 2", "active_ranks, automatic, stream, 1", "world_size, tokens, sized, 1"),
 ]
 
 

@@ -240,7 +240,7 @@ DO_NOT_MEET: dict[str, list[Any]] = {  # job, argument, errors by rank
 }
 
 
-SOME = ["backward raises", "other layer in backward", "other model", "backward ends", "alone in the module"]
+SOME = ["backward raises", "other layer in backward", "alone in the module"]
 
 
 @on_ranks(2, cases=DO_NOT_MEET, quick=SOME, fresh=True)
