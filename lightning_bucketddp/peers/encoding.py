@@ -42,6 +42,8 @@ def _checked(value: Any, kind: Any) -> Any:
     Raises:
         ValueError: If it is none.
     """
+    if type(value) is kind:  # most are numbers and strings
+        return value
     origin, args = get_origin(kind), get_args(kind)
     if origin is UnionType:  # others of its kinds do not travel
         return _checked(value, args[0])
@@ -57,6 +59,4 @@ def _checked(value: Any, kind: Any) -> Any:
             return record(**{name: _checked(value[name], hint) for name, hint in hints.items()})
     elif isinstance(kind, type) and issubclass(kind, Enum):
         return kind(value)
-    elif type(value) is kind:
-        return value
     raise ValueError(f"{str(value)[:200]!r} is no {kind}")
