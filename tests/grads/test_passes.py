@@ -22,6 +22,19 @@ SEVERAL = 0.002  # MiB; several buckets, with several parameters in each
 
 
 @on_ranks(2)
+def test_a_local_gradient_that_was_set_to_none_stays_so() -> None:
+    model = BucketDDP(Branches(), bucket_cap_mb=TINY)
+    for step in range(3):  # in the last ones the order of gradients is known
+        with model.no_sync():
+            model(inputs_of(step), "both").sum().backward()
+        model.zero_grad()
+        model(inputs_of(step), "left").sum().backward()
+        assert [name for name, param in model.module.named_parameters() if param.grad is None] == [
+            *("idle", "right.weight", "right.bias")
+        ]
+
+
+@on_ranks(2)
 def test_local_passes_accumulate_in_the_buffers() -> None:
     plain, ours = pair(cap=SEVERAL)
     for step in range(2):  # after which the order of gradients is known

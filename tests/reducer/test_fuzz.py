@@ -366,7 +366,7 @@ class Seeds(NamedTuple):
 
 
 SEEDS = [
-    Seeds(world_size=2, sharded=False, quick=[1, 2], slow=[0, *range(3, 16)]),
+    Seeds(world_size=2, sharded=False, quick=[1, 2, 3], slow=[0, *range(4, 16)]),
     Seeds(world_size=3, sharded=False, quick=[1], slow=[0, *range(2, 24)]),
     Seeds(world_size=2, sharded=True, quick=[1, 2], slow=[0, *range(3, 8)]),
     Seeds(world_size=3, sharded=True, quick=(), slow=range(8, 24)),

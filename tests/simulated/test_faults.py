@@ -113,6 +113,28 @@ def test_a_rank_whose_backward_raised_does_not_wait_for_ranks_that_do_not_come()
     simulated().clear()  # collectives of the pass are left under way
 
 
+@on_ranks(2, fresh=True)
+def test_no_state_is_given_that_may_hold_gradients_of_a_failed_pass() -> None:
+    model = BucketDDP(Mlp().to(DEVICE), bucket_cap_mb=SMALL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(3):
+        x, target = (tensor.to(DEVICE) for tensor in batch(step, dist.get_rank()))
+        loss = loss_of(model(x), target)
+        if step == 2 and dist.get_rank() == 1:
+            group_store().wait(["rank 0 has stepped"])
+            tell_failure(ArithmeticError("no backward today"))
+            group_store().wait(["rank 0 has ended"])
+            break
+        loss.backward()
+        optimizer.step()
+    else:
+        group_store().set("rank 0 has stepped", "")
+        with pytest.raises(PeerFailureError, match=r"rank 1 .*raised ArithmeticError: no backward today"):
+            model.state_dict()
+        group_store().set("rank 0 has ended", "")
+    simulated().clear()
+
+
 class Raising(Regression):
     """Rank 1 raises in its sixth step, once rank 0 has started the collectives of that step.
 
@@ -139,11 +161,14 @@ class Raising(Regression):
             group_store().set("rank 0 has started collectives", "")
 
 
-@on_ranks(2, fresh=True, cases={"in a step": [True], "at the end of fit": [False]})
-def test_a_fit_that_failed_ends_though_the_device_waits_for_a_rank(heard: bool) -> None:
+@on_ranks(
+    2, fresh=True, cases={"in a step": [True, 99], "at the end of fit": [False, 99], "in a checkpoint": [False, 6]}
+)
+def test_a_fit_that_failed_ends_though_the_device_waits_for_a_rank(heard: bool, saves_every: int) -> None:
     tmp_path = Path(tempfile.mkdtemp())
     expected, words = (ArithmeticError, "no step") if dist.get_rank() else (PeerFailureError, "rank 1 .*raised Arithm")
-    saves = {"callbacks": [OnExceptionCheckpoint(tmp_path)], "enable_checkpointing": True}
+    callbacks = [OnExceptionCheckpoint(tmp_path), ModelCheckpoint(tmp_path, every_n_train_steps=saves_every)]
+    saves = {"callbacks": callbacks, "enable_checkpointing": True}
     fit, began = trainer(ours(), accelerator="sim", **saves), time.monotonic()
     with patch.object(strategy, "DEVICE_SECONDS", 0.5), pytest.raises(expected, match=words):
         fit.fit(Raising(heard), data(10))

@@ -47,7 +47,7 @@ CASES = [(loader, workers, place) for loader, numbers in LOADERS.items() for wor
 CASES += [(SAMPLER, 0, place) for place in ELSEWHERE]
 QUICK = [
     *((SAMPLER, 0, "first batch"), (SAMPLER, 1, "in a window"), (SAMPLER, 0, "epoch's end, steps")),
-    ("with state_dict()", 0, "in validation"),
+    *(("RandomSampler on each rank", 2, "middle"), ("with state_dict()", 0, "in validation")),
 ]
 
 
