@@ -177,7 +177,7 @@ class _NodeCollectives(GlooCollectives):
     Each rank has two slots there, which messages use in turn. It writes into its own, meets the others, and reads::
 
         slot of rank 0   | . . | . . |     reduce-scatter: rank 1 averages the second parts of all slots
-        slot of rank 1   | . . | . . |     all-gather: each slot has one part, and all ranks copy all slots
+        slot of rank 1   | . . | . . |     all-gather: each slot has one part, and ranks copy the others'
 
     A rank meets the others when it has read the message before. So when they have met, the slots of the message before
     are free for the next one. The messages of a group start in one order, on every rank.
