@@ -166,14 +166,17 @@ class Raising(Regression):
             self.trainer.save_checkpoint(self.path)
 
 
-@on_ranks(2, fresh=True, cases={"in a step": [True, ""], "at the end of fit": [False, ""], "as it saves": [False, "6"]})
-def test_a_fit_that_failed_ends_though_the_device_waits_for_a_rank(heard: bool, saved: str) -> None:
+HEARD = {"in a step": (True, False), "at the end of fit": (False, False), "as it saves": (False, True)}
+
+
+@on_ranks(2, fresh=True, cases=HEARD)
+def test_a_fit_that_failed_ends_though_the_device_waits_for_a_rank(heard: bool, saves: bool) -> None:
     tmp_path = Path(tempfile.mkdtemp())
     expected, words = (ArithmeticError, "no step") if dist.get_rank() else (PeerFailureError, "rank 1 .*raised Arithm")
-    saves = {"callbacks": [OnExceptionCheckpoint(tmp_path)], "enable_checkpointing": True}
-    fit, began = trainer(ours(), accelerator="sim", **saves), time.monotonic()
+    options = {"callbacks": [OnExceptionCheckpoint(tmp_path)], "enable_checkpointing": True}
+    fit, began = trainer(ours(), accelerator="sim", **options), time.monotonic()
     with patch.object(strategy, "DEVICE_SECONDS", 0.5), pytest.raises(expected, match=words):
-        fit.fit(Raising(heard, tmp_path / saved if saved else None), data(10))
+        fit.fit(Raising(heard, tmp_path / "saved.ckpt" if saves else None), data(10))
     assert time.monotonic() - began < 20
     assert dist.get_rank() == 1 or not list(tmp_path.iterdir()), "parameters of aborted gradients"
     store = group_store()
