@@ -5,7 +5,7 @@
     sudo python benchmarks/link.py --shapes                                   # layers of other sizes as well
     sudo python benchmarks/link.py --only bucketddp "best flags, 2 MiB"       # some peers; saves nothing
     sudo python benchmarks/link.py --num-nodes-only                           # without LOCAL_WORLD_SIZE, Trainers alone
-    sudo python benchmarks/link.py --ranks-per-host 4 --save-as link-2x4      # two hosts of four ranks
+    sudo python benchmarks/link.py --ranks-per-host 4 --slower 4 --save-as link-2x4    # two hosts of four ranks
 
 In a virtual environment write ``sudo "$(which python)"``.
 
@@ -15,7 +15,10 @@ meanwhile. So a step's time shows how much of the communication a peer hides. Ev
 order in every second one. Figures are medians over rounds; ratios compare the same round. The ranks' hosts have one
 name. Trainers have ``num_nodes=2``, and ``LOCAL_WORLD_SIZE`` is set as ``torchrun`` sets it, for the plain loops; with
 ``--num-nodes-only`` it is not. With several ranks per host the all-reduce that bounds are computed from is gloo's ring
-of all ranks, which two levels may beat; and eight ranks keep two cores busy at 2 Gbit/s.
+of all ranks, which two levels may beat.
+
+Eight ranks keep two cores busy at 2 Gbit/s, and a step's time is that of the processors. ``--slower 4`` slows layers
+and link down by four, so that ranks have as much of a core between two layers as if each had a core of its own.
 
 The reference case has 24 layers, 58 MB of gradients, 4 ms forward and 8 ms backward a layer, and 2 Gbit/s. In the
 others the layers' times follow from the ratio of backward to an all-reduce of all gradients at the link's rate: each of
@@ -252,7 +255,7 @@ def jobs_of(arguments: argparse.Namespace) -> list[Job]:
     first = chosen_peers(arguments.only, None, not tells, each)
     if arguments.quick:
         return [Job(case_of(20.0, 1.0), first, 1, 2, tells, each)]
-    jobs = [Job(reference(arguments.rate), first, arguments.rounds, arguments.steps, tells, each)]
+    jobs = [Job(reference(arguments.rate, arguments.slower), first, arguments.rounds, arguments.steps, tells, each)]
     others = [(case, SWEPT) for case in swept(arguments.rates, arguments.ratios)]
     others += [(shaped(name), SHAPED) for name in (SHAPES if arguments.shapes else ())]
     for case, among in others:
@@ -264,6 +267,7 @@ def jobs_of(arguments: argparse.Namespace) -> list[Job]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=REFERENCE_RATE, help="Gbit/s of the reference case")
+    parser.add_argument("--slower", type=float, default=1.0, help="slow its layers and its link down by so much")
     parser.add_argument("--rates", type=float, nargs="+", default=[], help="Gbit/s, each at ratio 1")
     parser.add_argument("--ratios", type=float, nargs="+", default=[], help="each at 2 Gbit/s")
     parser.add_argument("--shapes", action="store_true", help="layers of other sizes as well, at 2 Gbit/s")

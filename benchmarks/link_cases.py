@@ -52,9 +52,15 @@ def wire_seconds(rate: float) -> float:
     return ring_all_reduce(Link(0.0, rate * 1e9 / 8), 2).seconds(NBYTES)
 
 
-def reference(rate: float = REFERENCE_RATE) -> Case:
-    """24 layers, 58 MB of gradients, 4 ms forward and 8 ms backward a layer."""
-    return Case("reference", rate)
+def reference(rate: float = REFERENCE_RATE, slower: float = 1.0) -> Case:
+    """24 layers, 58 MB of gradients, 4 ms forward and 8 ms backward a layer.
+
+    Args:
+        rate: The link's rate, in Gbit/s.
+        slower: By how much both layers and link are slower than that.
+    """
+    name = "reference" if slower == 1 else f"reference, {slower:g} times slower"
+    return Case(name, rate / slower, FORWARD_MS * slower, BACKWARD_MS * slower)
 
 
 def case_of(rate: float, ratio: float) -> Case:

@@ -89,7 +89,7 @@ def plots() -> Any:
     return pyplot
 
 
-def save(name: str, figures: Mapping[str, Any], text: str, plot: Any = None) -> Path:
+def save(name: str, figures: Mapping[str, Any], text: str, plot: Any = None) -> str:
     """Write figures, hardware, versions and the commit to ``results/<date>-<name>.json``, table and plot beside it.
 
     Args:
@@ -97,11 +97,14 @@ def save(name: str, figures: Mapping[str, Any], text: str, plot: Any = None) -> 
         figures: What was measured.
         text: The table.
         plot: A matplotlib figure, if there is one.
+
+    Returns:
+        Their path, without what follows the name.
     """
     RESULTS.mkdir(exist_ok=True)
-    stem = RESULTS / f"{date.today().isoformat()}-{name}"
-    stem.with_suffix(".json").write_text(json.dumps({"environment": environment(), **figures}, indent=1) + "\n")
-    stem.with_suffix(".txt").write_text(f"{text}\ncommit {commit()}\n")
+    stem = f"{RESULTS}/{date.today().isoformat()}-{name}"
+    Path(f"{stem}.json").write_text(json.dumps({"environment": environment(), **figures}, indent=1) + "\n")
+    Path(f"{stem}.txt").write_text(f"{text}\ncommit {commit()}\n")
     if plot is not None:
-        plot.savefig(stem.with_suffix(".png"), bbox_inches="tight")
+        plot.savefig(f"{stem}.png", bbox_inches="tight")
     return stem

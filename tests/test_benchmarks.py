@@ -79,6 +79,7 @@ def test_models_and_bounds_are_the_published_ones(monkeypatch: pytest.MonkeyPatc
     assert gpt_1_3b().numel == pytest.approx(1.3e9, rel=0.02)
     assert wire_seconds(2.0) == pytest.approx(0.232, rel=0.01)
     assert reference().ratio == pytest.approx(0.83, rel=0.01)
+    assert reference(2.0, 4.0).ratio == reference().ratio
     assert case_of(0.5, 2.0).ratio == pytest.approx(2.0)
     # One layer of 24 has gone by when the wire starts; where compute is slow, one layer's bytes are left.
     assert least_exposed(0.240, 0.192) == pytest.approx(0.008 + 0.240 - 0.192)
@@ -96,11 +97,11 @@ def test_results_record_the_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         subprocess.run([*git, *command], cwd=tmp_path, check=True)
     monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(report, "__file__", str(tmp_path / "report.py"))
-    stem = report.save("trial", {"seconds": 1.0}, "a table")
+    stem = report.save("1.5-times", {"seconds": 1.0}, "a table")
     head = subprocess.run([*git, "rev-parse", "HEAD"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
-    (named,) = re.findall(r"^commit (\w{7,})$", stem.with_suffix(".txt").read_text(), re.MULTILINE)
+    (named,) = re.findall(r"^commit (\w{7,})$", Path(f"{stem}.txt").read_text(), re.MULTILINE)
     assert head.startswith(named)
-    assert json.loads(stem.with_suffix(".json").read_text())["environment"]["commit"] == named
+    assert json.loads(Path(f"{stem}.json").read_text())["environment"]["commit"] == named
 
 
 @pytest.mark.slow
