@@ -169,7 +169,7 @@ def cited_tables(page: Path) -> Iterator[tuple[str, list[str]]]:
     text = page.read_text()
     for table in TABLE.finditer(text):
         section = max(text.rfind("\n#", 0, table.start()), 0)
-        files = re.findall(r"results/([\w-]+\.txt)", text[section : table.end()])
+        files = re.findall(r"results/([\w.-]+\.txt)", text[section : table.end()])
         if files:
             yield table[0], [(RESULTS / file).read_text() for file in files]
 
@@ -189,9 +189,9 @@ def test_figures_in_tables_are_those_of_the_files_that_are_cited_above_them() ->
 
 
 @cache
-def over_the_link() -> dict[str, tuple[str, str]]:
+def over_the_link(result: str = "2026-11-26-link") -> dict[str, tuple[str, str]]:
     """Each peer's step, and its share of the time that ``ddp`` needs as shipped: ``("378 ms", "81 %")``."""
-    text = (RESULTS / "2026-11-26-link.txt").read_text()
+    text = (RESULTS / f"{result}.txt").read_text()
     rows = re.findall(r"^(\S.*?)  +(\d+) +(\d\.\d{3})(?: .*)?$", text, re.MULTILINE)
     return {peer: (f"{step} ms", f"{100 * float(share) + 1e-9:.0f} %") for peer, step, share in rows}
 
@@ -208,6 +208,13 @@ def over_the_link() -> dict[str, tuple[str, str]]:
 def test_figures_over_the_link_in_the_readme_are_measured(peer: str, words: str) -> None:
     _, share = over_the_link()[peer]
     assert words.format(share) in in_one_line("README.md")
+
+
+def test_figures_of_two_hosts_of_four_ranks_in_the_readme_are_measured() -> None:
+    peers = over_the_link("2026-11-29-link-2x4-4-times-slower")
+    named = ("bucketddp", "bucketddp_sharded", "bucketddp, bf16 wire", "ddp, best flags, 1 MiB")
+    words = "it needs {}, a sharded optimizer {}, sixteen bits {}, and `ddp` tuned by hand {}."
+    assert words.format(*(peers[peer][1] for peer in named)) in in_one_line("README.md")
 
 
 @pytest.mark.parametrize(
