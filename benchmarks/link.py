@@ -17,8 +17,9 @@ name. Trainers have ``num_nodes=2``, and ``LOCAL_WORLD_SIZE`` is set as ``torchr
 ``--num-nodes-only`` it is not. With several ranks per host the all-reduce that bounds are computed from is gloo's ring
 of all ranks, which two levels may beat.
 
-Eight ranks keep two cores busy at 2 Gbit/s, and a step's time is that of the processors. ``--slower 4`` slows layers
-and link down by four, so that ranks have as much of a core between two layers as if each had a core of its own.
+Eight ranks keep two cores busy at 2 Gbit/s, and a step's time is that of the processors. ``--slower 4`` makes the
+reference case's layers take four times as long, and its link four times slower. So each rank has as much processor time
+for a layer as with a core of its own.
 
 The reference case has 24 layers, 58 MB of gradients, 4 ms forward and 8 ms backward a layer, and 2 Gbit/s. In the
 others the layers' times follow from the ratio of backward to an all-reduce of all gradients at the link's rate: each of
@@ -267,7 +268,7 @@ def jobs_of(arguments: argparse.Namespace) -> list[Job]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=REFERENCE_RATE, help="Gbit/s of the reference case")
-    parser.add_argument("--slower", type=float, default=1.0, help="slow its layers and its link down by so much")
+    parser.add_argument("--slower", type=float, default=1.0, help="by how much to slow its layers and link down")
     parser.add_argument("--rates", type=float, nargs="+", default=[], help="Gbit/s, each at ratio 1")
     parser.add_argument("--ratios", type=float, nargs="+", default=[], help="each at 2 Gbit/s")
     parser.add_argument("--shapes", action="store_true", help="layers of other sizes as well, at 2 Gbit/s")
