@@ -135,6 +135,30 @@ def test_no_state_is_given_that_may_hold_gradients_of_a_failed_pass() -> None:
     simulated().clear()
 
 
+@on_ranks(2, fresh=True)
+def test_no_state_is_given_of_ranks_that_met_from_different_steps() -> None:
+    """Rank 1 has skipped a backward. The host of rank 0 ends the pass before the device can tell."""
+    model, rank = BucketDDP(Mlp().to(DEVICE), bucket_cap_mb=SMALL), dist.get_rank()
+
+    def train(step: int) -> None:
+        model.begin_step()
+        x, target = (tensor.to(DEVICE) for tensor in batch(step, rank))
+        loss_of(model(x), target).backward()
+
+    train(0)
+    if rank == 1:
+        model.begin_step()
+        group_store().wait(["rank 0 has ended its pass"])
+    else:
+        train(1)
+        group_store().set("rank 0 has ended its pass", "")
+    with pytest.raises(RankMismatchError, match="from different steps"):
+        if rank == 1:
+            train(2)
+        model.state_dict()
+    simulated().clear()
+
+
 class Raising(Regression):
     """Rank 1 raises in its sixth step, once rank 0 has started the collectives of that step.
 
