@@ -10,7 +10,8 @@ from torch import nn
 
 def members_of(module: nn.Module) -> set[str]:
     """The names of a module's own submodules, parameters and module buffers."""
-    return {*module._modules, *module._parameters, *module._buffers}
+    # keys(): what scripted modules have instead of dictionaries cannot be iterated over
+    return {*module._modules.keys(), *module._parameters.keys(), *module._buffers.keys()}
 
 
 def without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
